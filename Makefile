@@ -1,0 +1,47 @@
+# Every target sets up what it needs: `make demo` on a fresh clone is enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: venv demo up test unit lint protos model export report clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $(STAMP)
+
+demo: venv  ## Starts the stack, asks about a picture, prints answer, timings and trace, stops.
+	$(BIN)/triptych demo
+
+up: venv  ## Runs the stack until Ctrl-C.
+	$(BIN)/triptych up
+
+test: venv  ## Everything, real services included.
+	$(BIN)/python -m pytest
+
+unit: venv  ## Only what needs no service: under a minute.
+	$(BIN)/python -m pytest -m 'not integration and not slow and not compose'
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+protos: venv  ## Regenerates services/triptych/v1 from protos/.
+	$(BIN)/python protos/generate.py
+
+model: venv  ## Trains the demo checkpoint from nothing (about an hour on two cores).
+	$(BIN)/python -m triptych.demo.train --out models/demo
+
+export: venv  ## Writes model_repository/ from the demo checkpoint.
+	$(BIN)/triptych export models/demo
+
+report: venv  ## Measures the demo model through the running stack and rewrites docs/accuracy.md.
+	$(BIN)/triptych evaluate --report docs/accuracy.md
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,116 @@
+"""Every knob of every service, with its range, default and meaning.
+
+A knob is set by an environment variable, TRIPTYCH_<SERVICE>_<KNOB> in upper case, or by the command line where
+`triptych serve --help` shows it. `triptych config` prints them all.
+"""
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def bundled(name: str) -> Path:
+    """Returns `name` below the working directory, else below the source checkout (so the demo runs from anywhere)."""
+    here = Path(name)
+    return here if here.exists() or not (CHECKOUT / name).exists() else CHECKOUT / name
+
+
+class TritonSettings(BaseSettings):
+    """How Triton is started, where Triptych starts it."""
+
+    model_config = SettingsConfigDict(env_prefix="TRIPTYCH_TRITON_", protected_namespaces=())
+
+    model_repository: Path = Field(
+        default_factory=lambda: bundled("model_repository"), description="folder that `triptych export` wrote"
+    )
+    tritonserver: Path | None = Field(
+        None, description="tritonserver to run; unset: the one on PATH, else the nvidia-pytriton wheel's"
+    )
+    host: str = Field("127.0.0.1", description="address to listen on")
+    grpc_port: int = Field(8001, ge=1, le=65535, description="KServe v2 gRPC port")
+    http_port: int = Field(8000, ge=1, le=65535, description="KServe v2 HTTP port (health)")
+    metrics_port: int = Field(8002, ge=1, le=65535, description="Prometheus port")
+    start_timeout_s: float = Field(60.0, gt=0, description="most seconds from start to readiness")
+    control_mode: str = Field(
+        "poll", pattern="^(none|poll|explicit)$", description="Triton's model control mode; poll sees new versions"
+    )
+    poll_interval_s: int = Field(2, ge=1, description="seconds between looks at the repository, in poll mode")
+    trace_url: str | None = Field(
+        None,
+        description="OTLP/HTTP traces URL for Triton's own spans, e.g. http://127.0.0.1:4318/v1/traces; unset: none",
+    )
+
+
+class WorkerSettings(BaseSettings):
+    """The engine: prefill, decode and the KV cache."""
+
+    model_config = SettingsConfigDict(env_prefix="TRIPTYCH_WORKER_", protected_namespaces=())
+
+    model_dir: Path = Field(
+        default_factory=lambda: bundled("models/demo"), description="Hugging Face LLaVA-format checkpoint folder"
+    )
+    model_name: str | None = Field(None, description="name clients see; unset: the folder's name")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(50061, ge=1, le=65535, description="WorkerService port")
+    device: str = Field("auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto: CUDA where there is one")
+    dtype: str = Field(
+        "auto",
+        pattern="^(auto|float32|bfloat16|float16)$",
+        description="auto: the checkpoint's own on CUDA, float32 on CPU",
+    )
+    threads: int | None = Field(None, ge=1, description="torch threads on CPU; unset: all cores this process may use")
+    kv_blocks: int | None = Field(
+        None, ge=8, description="KV blocks of 16 tokens in the device pool; unset: what fits kv_cache_bytes"
+    )
+    kv_cache_bytes: int = Field(256 << 20, ge=1 << 20, description="device memory for the KV pool, in bytes")
+    max_running: int = Field(64, ge=1, description="most sequences in one step")
+    max_waiting: int = Field(512, ge=1, description="most queued requests; one more is refused (RESOURCE_EXHAUSTED)")
+    step_token_budget: int = Field(
+        512, ge=16, description="most tokens one step computes: all decodes, then prefill chunks up to this"
+    )
+    max_wait_s: float = Field(5.0, gt=0, description="seconds of waiting that lift a request by one priority class")
+    default_max_tokens: int = Field(256, ge=1, description="max_tokens of a request that names none")
+    prefix_cache: bool = Field(True, description="keep KV of finished requests for prefix reuse while memory lasts")
+    stall_timeout_s: float = Field(
+        30.0, gt=0, description="seconds without engine progress, while there is work, after which readiness is lost"
+    )
+
+
+class RouterSettings(BaseSettings):
+    """Intake, preprocessing, the encoder client and its cache, deadlines."""
+
+    model_config = SettingsConfigDict(env_prefix="TRIPTYCH_ROUTER_", protected_namespaces=())
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(50051, ge=1, le=65535, description="InferenceService port")
+    triton: str = Field("127.0.0.1:8001", description="Triton's gRPC address")
+    worker: str = Field("127.0.0.1:50061", description="the worker's address")
+    vision_model: str = Field("vision", description="Triton model that turns pixels into projected features")
+    max_images: int = Field(8, ge=0, description="most images in one request")
+    max_image_bytes: int = Field(20 << 20, ge=1 << 10, description="largest encoded image, in bytes")
+    max_image_pixels: int = Field(
+        64_000_000, ge=1 << 10, description="largest raster an image may declare, in pixels, checked before decoding"
+    )
+    max_text_chars: int = Field(1_000_000, ge=1, description="most characters of text in one request")
+    max_inflight: int = Field(256, ge=1, description="most requests at once; one more is refused (RESOURCE_EXHAUSTED)")
+    preprocess_threads: int = Field(2, ge=1, description="threads that decode and resize images")
+    encoder_cache_bytes: int = Field(
+        256 << 20, ge=0, description="budget of the encoder cache, in bytes; 0 turns it off"
+    )
+    shared_memory: bool = Field(
+        False, description="pass features to a worker on the same host through POSIX shared memory instead of inline"
+    )
+    encode_timeout_s: float = Field(5.0, gt=0, description="deadline of encoding all images of a request")
+    prefill_timeout_s: float = Field(
+        10.0, gt=0, description="deadline from the worker taking a request to its first token, queueing excluded"
+    )
+    queue_timeout_s: float = Field(30.0, gt=0, description="deadline of a request's wait in the worker's queue")
+    next_token_timeout_s: float = Field(
+        5.0, gt=0, description="longest gap between two events of the worker's stream before the worker counts as lost"
+    )
+    worker_silence_s: float = Field(
+        3.0, gt=0, description="seconds without a sign of life before the worker is unhealthy"
+    )
