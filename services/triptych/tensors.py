@@ -30,7 +30,10 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
 
 def to_proto(array: Array) -> tensor_pb2.Tensor:
-    """Returns an array as an inline tensor; uint16 arrays are taken as bfloat16 bits. Raises TypeError for other types."""
+    """Returns an array as an inline tensor; uint16 arrays are taken as bfloat16 bits.
+
+    Raises TypeError for types that the message cannot carry.
+    """
     data_type = _type_of(array)
     return tensor_pb2.Tensor(data_type=data_type, shape=array.shape, inline=np.ascontiguousarray(array).tobytes())
 

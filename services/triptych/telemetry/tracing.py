@@ -38,11 +38,11 @@ def setup_tracing(service_name: str) -> TracerProvider | None:
     return provider
 
 
-def inject(context: Context | None = None) -> list[tuple[str, str]]:
+def inject(context: Context | None = None) -> tuple[tuple[str, str], ...]:
     """Returns gRPC metadata that carries `context` (default: the current one); empty when nothing is traced."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier, context)
-    return list(carrier.items())
+    return tuple(carrier.items())
 
 
 def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
