@@ -1,0 +1,212 @@
+"""The `triptych` command. Thin: each command parses its arguments and calls the part that does the work."""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from triptych import __version__, client
+from triptych.config import RouterSettings, TritonSettings, WorkerSettings
+from triptych.errors import TriptychError
+from triptych.telemetry.logs import setup_logging
+
+app = typer.Typer(
+    name="triptych",
+    help="Serves vision-language models: encode, prefill and decode as stages of their own.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Address = Annotated[str, typer.Option(help="the router's host:port", envvar="TRIPTYCH_ADDRESS")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
+
+
+def main() -> NoReturn:
+    """Runs the command line; every expected failure is one line on stderr and exit code 1, a wrong argument 2."""
+    try:
+        app()
+    except TriptychError as error:
+        fail(f"{error.message} [{error.reason}]")
+    except ValidationError as error:
+        prefix = {cls.__name__: cls.model_config.get("env_prefix", "") for cls in SETTINGS}.get(error.title, "")
+        fail(
+            "\n".join(
+                f"{prefix}{'_'.join(map(str, e['loc']))}".upper() + f": {e['msg']} (got {e['input']!r})"
+                for e in error.errors()
+            ),
+            code=2,
+        )
+    except OSError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)
+
+
+SETTINGS = (TritonSettings, WorkerSettings, RouterSettings)
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    """Prints `message` as an error and ends the process."""
+    Console(stderr=True).print(f"[bold red]error:[/] {_escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(code)
+
+
+@app.command()
+def up(
+    model: Annotated[Path | None, typer.Option(help="checkpoint folder for the worker")] = None,
+    repository: Annotated[Path | None, typer.Option(help="Triton model repository with its encoder")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="the router's port")] = None,
+) -> None:
+    """Runs Triton, worker and router on this machine until Ctrl-C, or until one of them dies."""
+    from triptych.commands.up import run
+
+    _set_environment("TRIPTYCH_WORKER_MODEL_DIR", model)
+    _set_environment("TRIPTYCH_TRITON_MODEL_REPOSITORY", repository)
+    _set_environment("TRIPTYCH_ROUTER_PORT", port)
+    sys.exit(asyncio.run(run()))
+
+
+@app.command()
+def ask(
+    arguments: Annotated[list[str], typer.Argument(metavar='[IMAGE]... "QUESTION"', help="image files, question last")],
+    address: Address = client.DEFAULT_ADDRESS,
+    max_tokens: Annotated[int, typer.Option(min=0, help="0: the worker's default")] = 0,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy")] = 0.0,
+    detail: Annotated[Literal["high", "medium", "low", "thumbnail"], typer.Option(help="how closely to look")] = "high",
+    timeout_s: Annotated[float, typer.Option(help="give up after this many seconds")] = 120.0,
+    as_json: Json = False,
+) -> None:
+    """Asks a running stack about pictures and streams the answer."""
+    from triptych.commands.ask import run
+
+    *images, question = arguments
+    options = client.Options(max_tokens=max_tokens, temperature=temperature, timeout_s=timeout_s)
+    run(address, [Path(image) for image in images], question, detail, options, as_json)
+
+
+@app.command()
+def demo(as_json: Json = False) -> None:
+    """Starts a stack on free ports, asks about a bundled picture, prints answer, timings and trace, and stops."""
+    from triptych.commands.demo import run
+
+    sys.exit(asyncio.run(run(as_json)))
+
+
+@app.command()
+def evaluate(
+    count: Annotated[int, typer.Option(min=1, help="held-out scenes")] = 500,
+    address: Annotated[str | None, typer.Option(help="a running router; unset: a stack of its own")] = None,
+    report: Annotated[Path | None, typer.Option(help="writes the table to this Markdown file")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measures the demo model's exact answers on held-out scenes through a running stack."""
+    from triptych.commands.evaluate import run
+
+    run(count, address, report, as_json)
+
+
+@app.command()
+def export(
+    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="LLaVA-format checkpoint folder")],
+    repository: Annotated[Path, typer.Option(help="model repository to write to")] = Path("model_repository"),
+    version: Annotated[int, typer.Option(min=1, help="version folder to write")] = 1,
+) -> None:
+    """Writes a checkpoint's vision encoder, projector and their ensemble as a Triton model repository."""
+    from triptych.vision.export import export as write
+
+    setup_logging("export")
+    write(model_dir, repository, version)
+
+
+serve_app = typer.Typer(
+    help="Runs one service in the foreground; its knobs are TRIPTYCH_* variables.", no_args_is_help=True
+)
+app.add_typer(serve_app, name="serve")
+
+
+@serve_app.command("router")
+def serve_router() -> None:
+    """InferenceService: takes requests, prepares images, dispatches."""
+    from triptych.router.server import serve
+
+    setup_logging("router")
+    asyncio.run(serve(RouterSettings()))
+
+
+@serve_app.command("worker")
+def serve_worker() -> None:
+    """WorkerService: prefill, decode and the KV cache."""
+    from triptych.worker.server import serve
+
+    setup_logging("worker")
+    asyncio.run(serve(WorkerSettings()))
+
+
+@serve_app.command("triton")
+def serve_triton() -> None:
+    """NVIDIA Triton with the model repository."""
+    from triptych.triton.server import serve
+
+    setup_logging("triton")
+    sys.exit(serve(TritonSettings()))
+
+
+@app.command()
+def config(as_json: Json = False) -> None:
+    """Prints every knob with its present value and meaning."""
+    knobs = [
+        {
+            "variable": f"{cls.model_config.get('env_prefix', '')}{name}".upper(),
+            "value": None if value is None else str(value),
+            "meaning": cls.model_fields[name].description or "",
+        }
+        for cls in SETTINGS
+        for name, value in cls()
+    ]
+    if as_json:
+        print(json.dumps(knobs))
+        return
+    console = Console()
+    for knob in knobs:
+        value = "unset" if knob["value"] is None else knob["value"]
+        console.print(f"[bold]{knob['variable']}[/]={_escape(value or '')}", highlight=False, soft_wrap=True)
+        console.print(f"    {_escape(knob['meaning'] or '')}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"triptych {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Keeps `--version` beside the commands."""
+
+
+def _set_environment(name: str, value: object) -> None:
+    """Command-line arguments win over the environment, and children inherit them."""
+    if value is not None:
+        os.environ[name] = str(value)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the `triptych` commands do, one file each."""

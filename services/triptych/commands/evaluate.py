@@ -1,0 +1,136 @@
+"""`triptych evaluate`: exact answers of the demo model on held-out scenes, through a running stack."""
+
+import asyncio
+import io
+import json
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from triptych import client
+from triptych.demo.scenes import Example, held_out
+from triptych.stack import StackSettings, running_stack
+
+CONCURRENCY = 16
+PICTURE_SIDE = 336
+"""Pictures are sent larger than any encoder input, as people's are, and resized by the router."""
+DETAILS: tuple[client.Detail, ...] = ("high", "medium", "low")
+
+Scores = dict[str, tuple[int, int]]
+"""Per kind of question: exact answers, questions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """What was measured: per image detail, the side that the encoder saw (pixels) and the scores."""
+
+    scenes: int
+    sides: dict[str, int]
+    scores: dict[str, Scores]
+
+
+def run(count: int, address: str | None, report: Path | None, as_json: bool) -> None:
+    """Prints a table of exact answers by question kind and image detail; writes it to `report` as Markdown.
+
+    Each turn of a dialogue counts as a question; later turns see the model's own earlier answers.
+    """
+    accuracy = asyncio.run(measure(count, address))
+    if report is not None:
+        report.write_text(_markdown(accuracy), encoding="utf-8")
+    if as_json:
+        print(json.dumps({"scenes": count, "sides": accuracy.sides, "exact": accuracy.scores}))
+    else:
+        Console().print(_table(accuracy))
+
+
+async def measure(count: int, address: str | None) -> Accuracy:
+    """Asks about `count` held-out scenes at each detail, at `address` or through a stack of its own."""
+    console = Console(stderr=True)
+    async with AsyncExitStack() as stack:
+        if address is None:
+            settings = StackSettings.from_environment().on_free_ports()
+            console.print("starting a stack on free ports", highlight=False)
+            await stack.enter_async_context(running_stack(settings, lambda name, line: None))
+            address = settings.router_address
+        service = await stack.enter_async_context(client.AsyncClient(address))
+        examples = held_out(count, size=PICTURE_SIDE)
+        accuracy = Accuracy(count, {}, {})
+        with Progress(console=console) as progress:
+            for detail in DETAILS:
+                advance = partial(progress.advance, progress.add_task(f"{detail} detail", total=count))
+                accuracy.scores[detail], accuracy.sides[detail] = await _score(service, examples, detail, advance)
+    return accuracy
+
+
+async def _score(
+    service: client.AsyncClient, examples: list[Example], detail: client.Detail, on_done: Callable[[], None]
+) -> tuple[Scores, int]:
+    right: Counter[str] = Counter()
+    asked: Counter[str] = Counter()
+    sides: set[int] = set()
+    gate = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(example: Example) -> None:
+        picture = io.BytesIO()
+        example.image.save(picture, "PNG")
+        messages = []
+        async with gate:
+            for number, turn in enumerate(example.dialogue.turns):
+                parts = (picture.getvalue(), turn.question) if number == 0 else (turn.question,)
+                messages.append(client.user(*parts, detail=detail))
+                answer = await service.chat(messages, client.Options(max_tokens=32, degrade=False, timeout_s=120))
+                messages.append(client.assistant(answer.text))
+                sides.update(image.encoded_side for image in answer.started.images)
+                for kind in {example.dialogue.kind, "all"}:
+                    asked[kind] += 1
+                    right[kind] += answer.text.strip() == turn.answer
+        on_done()
+
+    async with asyncio.TaskGroup() as group:
+        for example in examples:
+            group.create_task(one(example))
+    return {kind: (right[kind], asked[kind]) for kind in sorted(asked)}, max(sides)
+
+
+def _kinds(accuracy: Accuracy) -> list[str]:
+    return [*sorted({kind for scores in accuracy.scores.values() for kind in scores} - {"all"}), "all"]
+
+
+def _cells(accuracy: Accuracy, kind: str) -> list[str]:
+    pairs = [scores.get(kind, (0, 0)) for scores in accuracy.scores.values()]
+    return [f"{100 * right / asked:.1f} % ({right}/{asked})" if asked else "-" for right, asked in pairs]
+
+
+def _headings(accuracy: Accuracy) -> list[str]:
+    return ["question", *(f"{detail} detail ({accuracy.sides[detail]} px)" for detail in accuracy.scores)]
+
+
+def _table(accuracy: Accuracy) -> Table:
+    table = Table(*_headings(accuracy))
+    for kind in _kinds(accuracy):
+        table.add_row(kind, *_cells(accuracy, kind))
+    return table
+
+
+def _markdown(accuracy: Accuracy) -> str:
+    rows = [_headings(accuracy), ["---"] * (1 + len(accuracy.scores))]
+    rows += [[kind, *_cells(accuracy, kind)] for kind in _kinds(accuracy)]
+    return "\n".join(
+        [
+            "# Accuracy of the demo model",
+            "",
+            f"Exact answers on {accuracy.scenes} held-out scenes (never used in training), greedy, asked through the",
+            f"running stack: PNG of {PICTURE_SIDE} px, router, Triton, worker. Each turn of a two-turn dialogue counts as",
+            "a question, and the second turn sees the model's own first answer. Written by `make report`.",
+            "",
+            *(f"| {' | '.join(row)} |" for row in rows),
+            "",
+        ]
+    )

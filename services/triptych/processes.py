@@ -1,0 +1,139 @@
+"""A child process that is watched: prefixed output, its last lines kept, no orphan on any path."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+LOG_LINES_KEPT = 30
+STOP_GRACE_S = 10.0
+PR_SET_PDEATHSIG = 1
+
+LogSink = Callable[[str, str], None]
+"""Called with a service's name and one line of its output, without the newline."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """How to start a service and how to know that it is ready.
+
+    Attributes:
+        name: For log prefixes and messages.
+        argv: Program and arguments.
+        env: The child's whole environment.
+        address: `host:port` where grpc.health.v1 answers.
+        start_timeout_s: Most seconds from start to readiness.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    address: str
+    start_timeout_s: float = 60.0
+
+
+class ManagedProcess:
+    """One running child in a process group of its own.
+
+    The group, not just the child, is ended by `stop`: Triton's Python stubs are children of the child. If this process
+    is killed outright, the kernel sends the child SIGTERM (Linux).
+    """
+
+    def __init__(self, spec: ServiceSpec, sink: LogSink) -> None:
+        self.spec = spec
+        self._sink = sink
+        self._last_lines: deque[str] = deque(maxlen=LOG_LINES_KEPT)
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Starts the child. Raises OSError when its program cannot be run."""
+        self._process = await asyncio.create_subprocess_exec(
+            *self.spec.argv,
+            env=dict(self.spec.env),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
+        self._reader = asyncio.create_task(self._relay_output(), name=f"log-{self.spec.name}")
+
+    @property
+    def exit_code(self) -> int | None:
+        """The child's exit code; None while it runs."""
+        return self._process.returncode if self._process else None
+
+    @property
+    def last_lines(self) -> list[str]:
+        """The newest lines of its output."""
+        return list(self._last_lines)
+
+    async def wait(self) -> int:
+        """Returns the exit code once the child has ended."""
+        if self._process is None:
+            raise RuntimeError("wait() before start()")
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """Ends the child and its group: SIGTERM, after STOP_GRACE_S SIGKILL. Does nothing twice."""
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), STOP_GRACE_S)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        if self._reader is not None:
+            await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _relay_output(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # A line over the stream's limit: drop what was buffered, keep reading.
+                continue
+            if not line:
+                return
+            text = line.decode("utf-8", "replace").rstrip("\r\n")
+            self._last_lines.append(text)
+            self._sink(self.spec.name, text)
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Tells whether a server could listen on `host:port` now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Returns distinct ports that are free now. Another process may take one before it is used."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
+        for probe in probes:
+            probe.bind((host, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def _die_with_parent() -> None:
+    # Runs in the child between fork and exec: only an async-signal-safe call, on an already loaded library.
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

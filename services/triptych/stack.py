@@ -1,0 +1,208 @@
+"""The whole system on one machine: Triton, worker and router as child processes that live and die together."""
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic_settings import BaseSettings
+
+from triptych.config import RouterSettings, TritonSettings, WorkerSettings
+from triptych.errors import Unavailable
+from triptych.processes import LogSink, ManagedProcess, ServiceSpec, free_ports, port_is_free
+from triptych.rpc.channel import open_channel
+
+POLL_INTERVAL_S = 0.1
+PROBE_TIMEOUT_S = 1.0
+
+ReadySink = Callable[[str, float], None]
+"""Called with a service's name and the seconds it took to get ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackSettings:
+    """Settings of the three services, made to fit each other."""
+
+    triton: TritonSettings
+    worker: WorkerSettings
+    router: RouterSettings
+
+    @classmethod
+    def from_environment(cls) -> "StackSettings":
+        """Reads TRIPTYCH_* variables; the router's `triton` and `worker` follow the other two services' ports."""
+        triton, worker, router = TritonSettings(), WorkerSettings(), RouterSettings()
+        return cls(triton, worker, _pointed_at(router, triton, worker))
+
+    def on_free_ports(self) -> "StackSettings":
+        """Returns the same settings on ports that nobody uses now, so that a running stack is not disturbed."""
+        ports = free_ports(5)
+        triton = self.triton.model_copy(update={"grpc_port": ports[0], "http_port": ports[1], "metrics_port": ports[2]})
+        worker = self.worker.model_copy(update={"port": ports[3]})
+        router = self.router.model_copy(update={"port": ports[4]})
+        return StackSettings(triton, worker, _pointed_at(router, triton, worker))
+
+    @property
+    def router_address(self) -> str:
+        """Where clients connect."""
+        return f"{_reachable(self.router.host)}:{self.router.port}"
+
+
+class Stack:
+    """Children started together; `start` returns when all are ready, `wait` when one has died."""
+
+    def __init__(self, specs: Sequence[ServiceSpec], sink: LogSink) -> None:
+        self._processes = [ManagedProcess(spec, sink) for spec in specs]
+
+    async def start(self, on_ready: ReadySink = lambda name, seconds: None) -> None:
+        """Starts every service and waits for its health.
+
+        Raises Unavailable with the service's name and its last log lines when one ends or is not ready in time; the
+        caller still calls `stop`.
+        """
+        for process in self._processes:
+            await process.start()
+        async with asyncio.TaskGroup() as group:
+            for process in self._processes:
+                group.create_task(_wait_ready(process, on_ready))
+
+    async def wait(self) -> ManagedProcess:
+        """Returns the first service that ends."""
+        waits = {asyncio.create_task(process.wait()): process for process in self._processes}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return waits[done.pop()]
+        finally:
+            for task in waits:
+                task.cancel()
+
+    async def stop(self) -> None:
+        """Stops all, the ones that others depend on last."""
+        for process in reversed(self._processes):
+            await process.stop()
+
+
+def plan_stack(settings: StackSettings, workdir: Path) -> list[ServiceSpec]:
+    """Returns how to start the three services; `workdir` is a private folder that outlives them."""
+    from triptych.triton.server import plan_launch  # Costs nothing unless a stack is started.
+
+    launch = plan_launch(settings.triton, workdir)
+    triton = ServiceSpec(
+        "triton",
+        tuple(launch.argv),
+        launch.env,
+        f"{_reachable(settings.triton.host)}:{settings.triton.grpc_port}",
+        settings.triton.start_timeout_s,
+    )
+    serve = (sys.executable, "-m", "triptych.cli", "serve")
+    worker = ServiceSpec(
+        "worker",
+        (*serve, "worker"),
+        _environment(settings.worker),
+        f"{_reachable(settings.worker.host)}:{settings.worker.port}",
+        start_timeout_s=300.0,
+    )
+    router = ServiceSpec(
+        "router", (*serve, "router"), _environment(settings.router), settings.router_address, start_timeout_s=300.0
+    )
+    return [triton, worker, router]
+
+
+def check_ports(settings: StackSettings) -> None:
+    """Raises Unavailable (PORT_TAKEN) naming the port and its knob when a service could not listen."""
+    for service, name in (
+        (settings.triton, "grpc_port"),
+        (settings.triton, "http_port"),
+        (settings.triton, "metrics_port"),
+        (settings.worker, "port"),
+        (settings.router, "port"),
+    ):
+        port = getattr(service, name)
+        if not port_is_free(service.host, port):
+            knob = f"{service.model_config.get('env_prefix', '')}{name}".upper()
+            raise Unavailable(
+                f"port {port} on {service.host} is taken (a stack that still runs?); free it or set {knob}",
+                reason="PORT_TAKEN",
+            )
+
+
+@asynccontextmanager
+async def running_stack(
+    settings: StackSettings, sink: LogSink, on_ready: ReadySink = lambda name, seconds: None
+) -> AsyncIterator[Stack]:
+    """Yields a stack that is ready, and leaves nothing running behind.
+
+    Raises Unavailable when a port is taken or a service does not get ready.
+    """
+    check_ports(settings)
+    with tempfile.TemporaryDirectory(prefix="triptych-") as workdir:
+        stack = Stack(plan_stack(settings, Path(workdir)), sink)
+        try:
+            try:
+                await stack.start(on_ready)
+            except* Unavailable as group:
+                raise group.exceptions[0] from None
+            yield stack
+        finally:
+            await asyncio.shield(stack.stop())
+
+
+async def is_serving(address: str, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
+    """Tells whether grpc.health.v1 at `address` answers SERVING."""
+    async with open_channel(address) as channel:
+        return await _is_serving(channel, timeout_s)
+
+
+async def _is_serving(channel: grpc.aio.Channel, timeout_s: float) -> bool:
+    stub = health_pb2_grpc.HealthStub(channel)
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+    return False
+
+
+async def _wait_ready(process: ManagedProcess, on_ready: ReadySink) -> None:
+    spec = process.spec
+    started = time.monotonic()
+    async with open_channel(spec.address) as channel:
+        while not await _is_serving(channel, PROBE_TIMEOUT_S):
+            waited = time.monotonic() - started
+            if process.exit_code is not None:
+                await asyncio.sleep(POLL_INTERVAL_S)  # Lets its last words arrive.
+                raise _failed(process, f"ended with exit code {process.exit_code} before it was ready")
+            if waited > spec.start_timeout_s:
+                raise _failed(process, f"was not ready after {spec.start_timeout_s:g} s")
+            await asyncio.sleep(POLL_INTERVAL_S)
+    on_ready(spec.name, time.monotonic() - started)
+
+
+def _failed(process: ManagedProcess, what: str) -> Unavailable:
+    lines = "\n".join(f"  {line}" for line in process.last_lines)
+    return Unavailable(f"{process.spec.name} {what}; its last lines:\n{lines}", reason="START_FAILED")
+
+
+def _pointed_at(router: RouterSettings, triton: TritonSettings, worker: WorkerSettings) -> RouterSettings:
+    return router.model_copy(
+        update={
+            "triton": f"{_reachable(triton.host)}:{triton.grpc_port}",
+            "worker": f"{_reachable(worker.host)}:{worker.port}",
+        }
+    )
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host in ("", "0.0.0.0") else host
+
+
+def _environment(settings: BaseSettings) -> Mapping[str, str]:
+    """Returns this process's environment with every knob of `settings` in it."""
+    prefix = settings.model_config.get("env_prefix", "")
+    values = {f"{prefix}{name}".upper(): value for name, value in settings if value is not None}
+    return {**os.environ, **{name: str(value) for name, value in values.items()}}
