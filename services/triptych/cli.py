@@ -181,6 +181,16 @@ def config(as_json: Json = False) -> None:
         console.print(f"    {_escape(knob['meaning'] or '')}", style="dim", highlight=False, soft_wrap=True)
 
 
+@app.command()
+def health(address: Annotated[str, typer.Argument(help="a service's host:port")] = client.DEFAULT_ADDRESS) -> None:
+    """Exits 0 when the service at ADDRESS says it is serving, else 1; for container health checks."""
+    from triptych.rpc.health import is_serving
+
+    serving = asyncio.run(is_serving(address))
+    print(f"{address} is {'serving' if serving else 'not serving'}")
+    sys.exit(0 if serving else 1)
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"triptych {__version__}")

@@ -24,7 +24,7 @@ from triptych.rpc.status import from_rpc_error
 from triptych.telemetry.tracing import inject
 from triptych.v1 import generation_pb2 as generation
 from triptych.v1 import inference_pb2 as inference
-from triptych.v1.inference_pb2_grpc import InferenceServiceAsyncStub, InferenceServiceStub
+from triptych.v1.inference_pb2_grpc import InferenceServiceStub
 
 PartLike = str | bytes | Path
 """A piece of a message: text, an encoded image, or the path of an image file."""
@@ -185,7 +185,7 @@ class AsyncClient:
 
     def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
         self._channel = open_channel(address)
-        self._stub = InferenceServiceAsyncStub(self._channel)
+        self._stub = InferenceServiceStub(self._channel)
 
     async def stream(
         self, messages: Sequence[inference.Message], options: Options = Options()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 LOG_LINES_KEPT = 30
 STOP_GRACE_S = 10.0
+EXIT_POLL_S = 0.05
 PR_SET_PDEATHSIG = 1
 
 LogSink = Callable[[str, str], None]
@@ -76,10 +77,13 @@ class ManagedProcess:
         return list(self._last_lines)
 
     async def wait(self) -> int:
-        """Returns the exit code once the child has ended."""
+        """Returns the exit code once the child has ended, even if its own children still hold its output open."""
         if self._process is None:
             raise RuntimeError("wait() before start()")
-        return await self._process.wait()
+        # asyncio's Process.wait() also waits for the pipe, which Triton's Python stubs inherit and outlive Triton with.
+        while (code := self._process.returncode) is None:
+            await asyncio.sleep(EXIT_POLL_S)
+        return code
 
     async def stop(self) -> None:
         """Ends the child and its group: SIGTERM, after STOP_GRACE_S SIGKILL. Does nothing twice."""
@@ -89,10 +93,10 @@ class ManagedProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), STOP_GRACE_S)
+                await asyncio.wait_for(self.wait(), STOP_GRACE_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
+        await self.wait()
         if self._reader is not None:
             await asyncio.gather(self._reader, return_exceptions=True)
 

@@ -1,7 +1,6 @@
 """The whole system on one machine: Triton, worker and router as child processes that live and die together."""
 
 import asyncio
-import contextlib
 import os
 import sys
 import tempfile
@@ -11,17 +10,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic_settings import BaseSettings
 
 from triptych.config import RouterSettings, TritonSettings, WorkerSettings
 from triptych.errors import Unavailable
 from triptych.processes import LogSink, ManagedProcess, ServiceSpec, free_ports, port_is_free
 from triptych.rpc.channel import open_channel
+from triptych.rpc.health import PROBE_TIMEOUT_S, answers_serving
 
 POLL_INTERVAL_S = 0.1
-PROBE_TIMEOUT_S = 1.0
 
 ReadySink = Callable[[str, float], None]
 """Called with a service's name and the seconds it took to get ready."""
@@ -154,25 +151,11 @@ async def running_stack(
             await asyncio.shield(stack.stop())
 
 
-async def is_serving(address: str, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
-    """Tells whether grpc.health.v1 at `address` answers SERVING."""
-    async with open_channel(address) as channel:
-        return await _is_serving(channel, timeout_s)
-
-
-async def _is_serving(channel: grpc.aio.Channel, timeout_s: float) -> bool:
-    stub = health_pb2_grpc.HealthStub(channel)
-    with contextlib.suppress(grpc.aio.AioRpcError):
-        reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-    return False
-
-
 async def _wait_ready(process: ManagedProcess, on_ready: ReadySink) -> None:
     spec = process.spec
     started = time.monotonic()
     async with open_channel(spec.address) as channel:
-        while not await _is_serving(channel, PROBE_TIMEOUT_S):
+        while not await answers_serving(channel, PROBE_TIMEOUT_S):
             waited = time.monotonic() - started
             if process.exit_code is not None:
                 await asyncio.sleep(POLL_INTERVAL_S)  # Lets its last words arrive.

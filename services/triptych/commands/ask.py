@@ -40,8 +40,9 @@ def run(
     except Unavailable as error:
         if error.reason != Unavailable.default_reason:  # The router answered: it knows better what is missing.
             raise
-        message = f"no router answers at {address}: start one with `triptych up`, or name it with --address"
-        raise Unavailable(message) from None
+        raise Unavailable(
+            f"no router answers at {address}: start one with `triptych up`, or name it with --address"
+        ) from None
     answer = client.Answer("".join(pieces), started, finished)
     if as_json:
         print(json.dumps(answer_json(answer)))
