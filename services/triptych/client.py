@@ -10,7 +10,7 @@
 Errors are those of `triptych.errors`.
 """
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +47,7 @@ class Options:
         repetition_penalty: 1 changes nothing.
         seed: Makes sampling repeatable.
         stop: Strings that end the answer and are not part of it.
+        ignore_eos: Generates until `max_tokens`; for measurements.
         priority: Scheduling class.
         cache_salt: Separates tenants in every cache.
         degrade: Whether a text-only answer is better than an error when the encoder is late.
@@ -61,6 +62,7 @@ class Options:
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: Sequence[str] = ()
+    ignore_eos: bool = False
     priority: PriorityName = "standard"
     cache_salt: str = ""
     degrade: bool = True
@@ -123,7 +125,9 @@ def build_request(messages: Sequence[inference.Message], options: Options) -> in
             repetition_penalty=options.repetition_penalty,
             seed=options.seed,
         ),
-        stopping=generation.StoppingParameters(max_tokens=options.max_tokens, stop=options.stop),
+        stopping=generation.StoppingParameters(
+            max_tokens=options.max_tokens, stop=options.stop, ignore_eos=options.ignore_eos
+        ),
         priority=generation.Priority.Value(f"PRIORITY_{options.priority.upper()}"),
         cache_salt=options.cache_salt,
         degradation_policy=policy,
@@ -139,7 +143,7 @@ class Client:
 
     def stream(
         self, messages: Sequence[inference.Message], options: Options = Options()
-    ) -> Iterator[inference.GenerateResponse]:
+    ) -> Generator[inference.GenerateResponse, None, None]:
         """Yields a generation's events as they arrive; leaving the loop early cancels the request."""
         call = self._stub.Generate(build_request(messages, options), timeout=options.timeout_s, metadata=inject())
         try:
@@ -189,7 +193,7 @@ class AsyncClient:
 
     async def stream(
         self, messages: Sequence[inference.Message], options: Options = Options()
-    ) -> AsyncIterator[inference.GenerateResponse]:
+    ) -> AsyncGenerator[inference.GenerateResponse, None]:
         """Yields a generation's events as they arrive; closing the iterator cancels the request."""
         call = self._stub.Generate(build_request(messages, options), timeout=options.timeout_s, metadata=inject())
         try:

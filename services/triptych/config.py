@@ -92,7 +92,13 @@ class RouterSettings(BaseSettings):
     max_images: int = Field(8, ge=0, description="most images in one request")
     max_image_bytes: int = Field(20 << 20, ge=1 << 10, description="largest encoded image, in bytes")
     max_image_pixels: int = Field(
-        64_000_000, ge=1 << 10, description="largest raster an image may declare, in pixels, checked before decoding"
+        64_000_000,
+        ge=1 << 10,
+        le=178_000_000,
+        description="largest raster an image may declare, in pixels, checked before decoding",
+    )
+    max_inflight_image_bytes: int = Field(
+        512 << 20, ge=1 << 10, description="most bytes of encoded images, as sent, in all requests in flight together"
     )
     max_text_chars: int = Field(1_000_000, ge=1, description="most characters of text in one request")
     max_inflight: int = Field(256, ge=1, description="most requests at once; one more is refused (RESOURCE_EXHAUSTED)")

@@ -67,6 +67,13 @@ class ManagedProcess:
         self._reader = asyncio.create_task(self._relay_output(), name=f"log-{self.spec.name}")
 
     @property
+    def pid(self) -> int:
+        """The child's process id, which is also its group's. Raises RuntimeError before `start`."""
+        if self._process is None:
+            raise RuntimeError("pid before start()")
+        return self._process.pid
+
+    @property
     def exit_code(self) -> int | None:
         """The child's exit code; None while it runs."""
         return self._process.returncode if self._process else None

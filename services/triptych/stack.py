@@ -80,6 +80,10 @@ class Stack:
             for task in waits:
                 task.cancel()
 
+    def pid_of(self, name: str) -> int:
+        """Returns the process id of a started service. Raises KeyError for an unknown name."""
+        return {process.spec.name: process for process in self._processes}[name].pid
+
     async def stop(self) -> None:
         """Stops all, the ones that others depend on last."""
         for process in reversed(self._processes):

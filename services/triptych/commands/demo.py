@@ -8,7 +8,7 @@ import time
 from rich.console import Console
 
 from triptych import client
-from triptych.demo import EXPECTED, PICTURE, QUESTION
+from triptych.demo import ANSWER, PICTURE, QUESTION
 from triptych.stack import StackSettings, running_stack
 from triptych.telemetry.span_store import Span, SpanReceiver
 from triptych.telemetry.span_tree import rows_of, tree_of
@@ -46,7 +46,7 @@ async def run(as_json: bool) -> int:
     if as_json:
         result = {
             "answer": answer.text,
-            "expected": EXPECTED,
+            "expected": ANSWER,
             "ttft_s": answer.stages.get("time_to_first_token"),
             "stages": stages,
             "trace": rows_of(spans),
@@ -80,8 +80,8 @@ async def _collect(receiver: SpanReceiver, trace_id: str) -> list[Span]:
 
 def _problems(answer: client.Answer, stages: dict[str, float], spans: list[Span]) -> list[str]:
     problems = []
-    if answer.text.strip() != EXPECTED:
-        problems.append(f"the answer is {answer.text!r}, expected {EXPECTED!r}")
+    if answer.text.strip() != ANSWER:
+        problems.append(f"the answer is {answer.text!r}, expected {ANSWER!r}")
     problems += [f"stage {name} has no duration" for name in STAGES if name not in stages]
     missing = SERVICES - {span.service for span in spans}
     problems += [f"the trace has no span of {name}" for name in sorted(missing)]

@@ -1,0 +1,135 @@
+"""The whole way: pictures and questions in, streamed words out."""
+
+import asyncio
+import io
+
+import pytest
+from PIL import Image
+
+from tests.stack.conftest import Up, noise_png, wait_idle
+from triptych.client import AsyncClient, Client, Options, assistant, user
+from triptych.demo import ANSWER, PICTURE, QUESTION
+from triptych.demo.scenes import held_out
+from triptych.errors import Overloaded, TriptychError
+from triptych.rpc.health import is_serving
+from triptych.v1 import inference_pb2
+
+pytestmark = pytest.mark.integration
+
+
+async def test_the_bundled_picture_is_answered_right_and_in_order(served: Up) -> None:
+    async with AsyncClient(served.router) as client:
+        events = [event async for event in client.stream([user(PICTURE, QUESTION)])]
+    kinds = [str(event.WhichOneof("event")) for event in events]
+    assert kinds[0] == "started" and kinds[-1] == "finished"
+    assert set(kinds[1:-1]) == {"chunk"}
+    assert "".join(event.chunk.text for event in events[1:-1]) == ANSWER
+
+
+async def test_most_held_out_questions_are_answered_exactly(served: Up) -> None:
+    """A quick check of what `triptych evaluate` measures: 40 scenes, both turns of two-turn dialogues."""
+    right = asked = 0
+    async with AsyncClient(served.router) as client:
+        for example in held_out(40):
+            picture = as_png(example.image)
+            messages: list[inference_pb2.Message] = []
+            for turn in example.dialogue.turns:
+                parts = (turn.question,) if messages else (picture, turn.question)
+                messages.append(user(*parts))
+                answer = await client.chat(messages, Options(max_tokens=32))
+                messages.append(assistant(answer.text))
+                asked += 1
+                right += answer.text == turn.answer
+    assert right / asked >= 0.9, f"{right} of {asked}"
+
+
+def as_png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_the_blocking_client_gives_the_same_answer_and_its_report(served: Up) -> None:
+    with Client(served.router) as client:
+        answer = client.ask(PICTURE, QUESTION, options=Options(request_id="report-1"))
+        model = client.model()
+    assert answer.text == ANSWER
+    assert answer.finish_reason == "end"
+    assert answer.started.request_id == "report-1"
+    assert answer.started.model == model.name
+    (image,) = answer.started.images
+    assert image.encoded_side == model.native_image_side
+    assert image.visual_tokens == model.native_visual_tokens == answer.usage.visual_tokens
+    assert len(bytes.fromhex(image.identity)) == 32
+    assert not answer.finished.degradations
+
+
+def test_the_second_look_at_a_picture_needs_no_encoder(served: Up) -> None:
+    picture = noise_png(7001)
+    with Client(served.router) as client:
+        first = client.ask(picture, "what is in the middle?")
+        again = client.ask(picture, "what is in the middle?")
+        other_tenant = client.ask(picture, "what is in the middle?", options=Options(cache_salt="other"))
+    sources = [answer.started.images[0].source for answer in (first, again, other_tenant)]
+    assert sources[0] == inference_pb2.FEATURE_SOURCE_ENCODER
+    assert sources[1] in (inference_pb2.FEATURE_SOURCE_KV_CACHE, inference_pb2.FEATURE_SOURCE_ENCODER_CACHE)
+    assert sources[2] == inference_pb2.FEATURE_SOURCE_ENCODER
+    assert first.text == again.text == other_tenant.text
+    assert "encode" not in again.stages
+
+
+def test_lower_detail_costs_fewer_tokens(served: Up) -> None:
+    with Client(served.router) as client:
+        answers = [client.ask(PICTURE, QUESTION, detail=detail) for detail in ("high", "medium", "low", "thumbnail")]
+    tokens = [answer.usage.visual_tokens for answer in answers]
+    assert tokens == sorted(tokens, reverse=True) and len(set(tokens)) == 4
+
+
+def test_two_pictures_in_one_question_take_both_their_tokens(served: Up) -> None:
+    with Client(served.router) as client:
+        answer = client.ask(noise_png(7002), "and", noise_png(7003), "what is it?", options=Options(max_tokens=4))
+        native = client.model().native_visual_tokens
+    assert answer.usage.visual_tokens == 2 * native
+    assert len({image.identity for image in answer.started.images}) == 2
+
+
+def test_a_question_without_a_picture_is_answered_in_words(served: Up) -> None:
+    with Client(served.router) as client:
+        answer = client.ask("what is in the middle?")
+    assert answer.usage.visual_tokens == 0
+    assert "no picture" in answer.text
+
+
+def test_a_placeholder_in_the_question_is_only_text(served: Up) -> None:
+    with Client(served.router) as client:
+        answer = client.ask(PICTURE, "what is <image> in <|end|> it?", options=Options(max_tokens=4))
+        assert answer.usage.visual_tokens == client.model().native_visual_tokens
+
+
+def test_a_seed_repeats_a_sampled_answer_and_stop_strings_never_show(served: Up) -> None:
+    options = Options(temperature=2.0, seed=5, max_tokens=24, ignore_eos=True)
+    with Client(served.router) as client:
+        first, again = (client.ask(PICTURE, QUESTION, options=options) for _ in range(2))
+        assert first.text == again.text
+        word = ANSWER.split()[-1]
+        stopped = client.ask(PICTURE, QUESTION, options=Options(stop=[word]))
+    assert word not in stopped.text and stopped.finish_reason == "stop"
+
+
+async def test_200_image_requests_at_once_all_end(served: Up) -> None:
+    async with AsyncClient(served.router) as client:
+
+        async def one(number: int) -> str:
+            try:
+                answer = await client.ask(noise_png(number, 64), "how many shapes?", options=Options(timeout_s=120))
+            except Overloaded:
+                return "refused"
+            except TriptychError as error:
+                return f"lost: {error.reason} {error.message}"
+            return "degraded" if answer.finished.degradations else "answered"
+
+        outcomes = await asyncio.gather(*(one(8000 + number) for number in range(200)))
+    assert not [outcome for outcome in outcomes if outcome.startswith("lost")], set(outcomes)
+    assert outcomes.count("answered") >= 100, {outcome: outcomes.count(outcome) for outcome in set(outcomes)}
+    await wait_idle(served.worker)
+    assert await is_serving(served.router)
