@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 LOG_LINES_KEPT = 30
-STOP_GRACE_S = 10.0
+STOP_GRACE_S = 20.0
 EXIT_POLL_S = 0.05
 PR_SET_PDEATHSIG = 1
 

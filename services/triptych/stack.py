@@ -3,12 +3,10 @@
 import asyncio
 import os
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from pydantic_settings import BaseSettings
 
@@ -90,30 +88,14 @@ class Stack:
             await process.stop()
 
 
-def plan_stack(settings: StackSettings, workdir: Path) -> list[ServiceSpec]:
-    """Returns how to start the three services; `workdir` is a private folder that outlives them."""
-    from triptych.triton.server import plan_launch  # Costs nothing unless a stack is started.
-
-    launch = plan_launch(settings.triton, workdir)
-    triton = ServiceSpec(
-        "triton",
-        tuple(launch.argv),
-        launch.env,
-        f"{_reachable(settings.triton.host)}:{settings.triton.grpc_port}",
-        settings.triton.start_timeout_s,
-    )
-    serve = (sys.executable, "-m", "triptych.cli", "serve")
-    worker = ServiceSpec(
-        "worker",
-        (*serve, "worker"),
-        _environment(settings.worker),
-        f"{_reachable(settings.worker.host)}:{settings.worker.port}",
-        start_timeout_s=300.0,
-    )
-    router = ServiceSpec(
-        "router", (*serve, "router"), _environment(settings.router), settings.router_address, start_timeout_s=300.0
-    )
-    return [triton, worker, router]
+def plan_stack(settings: StackSettings) -> list[ServiceSpec]:
+    """Returns how to start the three services."""
+    triton, worker, router = settings.triton, settings.worker, settings.router
+    return [
+        _plan("triton", triton, f"{_reachable(triton.host)}:{triton.grpc_port}", triton.start_timeout_s),
+        _plan("worker", worker, f"{_reachable(worker.host)}:{worker.port}"),
+        _plan("router", router, settings.router_address),
+    ]
 
 
 def check_ports(settings: StackSettings) -> None:
@@ -143,16 +125,15 @@ async def running_stack(
     Raises Unavailable when a port is taken or a service does not get ready.
     """
     check_ports(settings)
-    with tempfile.TemporaryDirectory(prefix="triptych-") as workdir:
-        stack = Stack(plan_stack(settings, Path(workdir)), sink)
+    stack = Stack(plan_stack(settings), sink)
+    try:
         try:
-            try:
-                await stack.start(on_ready)
-            except* Unavailable as group:
-                raise group.exceptions[0] from None
-            yield stack
-        finally:
-            await asyncio.shield(stack.stop())
+            await stack.start(on_ready)
+        except* Unavailable as group:
+            raise group.exceptions[0] from None
+        yield stack
+    finally:
+        await asyncio.shield(stack.stop())
 
 
 async def _wait_ready(process: ManagedProcess, on_ready: ReadySink) -> None:
@@ -173,6 +154,11 @@ async def _wait_ready(process: ManagedProcess, on_ready: ReadySink) -> None:
 def _failed(process: ManagedProcess, what: str) -> Unavailable:
     lines = "\n".join(f"  {line}" for line in process.last_lines)
     return Unavailable(f"{process.spec.name} {what}; its last lines:\n{lines}", reason="START_FAILED")
+
+
+def _plan(name: str, settings: BaseSettings, address: str, start_timeout_s: float = 300.0) -> ServiceSpec:
+    argv = (sys.executable, "-m", "triptych.cli", "serve", name)
+    return ServiceSpec(name, argv, _environment(settings), address, start_timeout_s)
 
 
 def _pointed_at(router: RouterSettings, triton: TritonSettings, worker: WorkerSettings) -> RouterSettings:

@@ -54,7 +54,7 @@ def test_up_leaves_nothing_when_it_is_stopped_and_starts_again_on_the_same_ports
         up = start_up(environment)
         assert up.ready.wait(START_TIMEOUT_S) and up.process.poll() is None, "\n".join(up.lines)
         family = family_of(up.process.pid)
-        assert len(family) >= 5  # up, tritonserver, at least one stub, worker, router
+        assert len(family) >= 6  # up, Triton's keeper, tritonserver, at least one stub, worker, router
         assert up.stop(number) == 0, "\n".join(up.lines)
         _, alive = psutil.wait_procs(family, timeout=5)
         assert not alive
@@ -75,7 +75,9 @@ def test_up_stops_all_and_fails_when_one_service_dies(victim: str) -> None:
     up = start_up(environment_of(StackSettings.from_environment().on_free_ports()))
     assert up.ready.wait(START_TIMEOUT_S) and up.process.poll() is None, "\n".join(up.lines)
     family = family_of(up.process.pid)
-    next(process for process in family if victim in " ".join(process.cmdline())).kill()
+    next(
+        process for process in family if process.cmdline()[0].endswith(victim) or process.cmdline()[-1] == victim
+    ).kill()
     assert up.process.wait(timeout=40) == 1
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not alive

@@ -1,0 +1,203 @@
+"""From a request to its events: the steps in order, then the worker's words."""
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, aclosing
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind
+
+from triptych.config import RouterSettings
+from triptych.errors import FeaturesRequired, TriptychError, Unavailable
+from triptych.router.admission import Admission, image_bytes_of
+from triptych.router.request import RequestState
+from triptych.router.spans import open_span
+from triptych.router.steps import Encode, Intake, Preprocess, Probe, Step
+from triptych.router.worker_client import WorkerClient
+from triptych.telemetry.tracing import trace_id_of
+from triptych.v1 import generation_pb2, inference_pb2, worker_pb2
+from triptych.vision.cache import EncoderCache
+from triptych.vision.encoder import Encoder
+
+log = logging.getLogger(__name__)
+
+
+class Pipeline:
+    """Runs requests. Owns the threads for image work and the encoder cache; encoder and worker are given."""
+
+    def __init__(self, settings: RouterSettings, encoder: Encoder, worker: WorkerClient) -> None:
+        self._settings = settings
+        self._encoder = encoder
+        self._worker = worker
+        self._threads = ThreadPoolExecutor(settings.preprocess_threads, thread_name_prefix="preprocess")
+        self.admission = Admission(settings)
+        self.cache = EncoderCache(settings.encoder_cache_bytes)
+        self._encode = Encode(settings, encoder, self.cache)
+        self._steps: tuple[Step, ...] = (
+            Intake(settings, self._threads),
+            Preprocess(settings, encoder, self._threads),
+            Probe(worker),
+            self._encode,
+        )
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, caller: Context, time_remaining_s: float | None
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Yields one `started`, any number of `chunk`, one `finished`. Closing the generator cancels everything.
+
+        `caller` is the trace context to continue; time_remaining_s is what the client's deadline leaves.
+        """
+        attributes = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "triptych"}
+        with (
+            open_span("router.generate", caller, SpanKind.SERVER, attributes) as (span, context),
+            self.admission.admit(image_bytes_of(request)),
+        ):
+            deadline_s = None if time_remaining_s is None else time.monotonic() + time_remaining_s
+            state = RequestState(request, context, deadline_s)
+            span.set_attribute("triptych.request_id", state.request_id)
+            try:
+                async with aclosing(self._answer(state, span)) as events:
+                    async for event in events:
+                        yield event
+            except TriptychError as error:
+                log.info("request %s failed: %s", state.request_id, error.reason)
+                raise
+            finally:
+                state.release()
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every part's books add up, and, when no request runs, nothing is held."""
+        self.admission.check_integrity()
+        if self.admission.requests:
+            self.cache.check_integrity()
+        else:
+            self.cache.check_idle()
+
+    def close(self) -> None:
+        """Stops the threads; work that has not begun is dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _answer(self, state: RequestState, span: Span) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        for step in self._steps:
+            await step.run(state)
+            state.check_deadline()
+        relay = Relay(state, span, self._worker, self._settings)
+        try:
+            async with aclosing(relay.run()) as events:
+                async for event in events:
+                    yield event
+        except FeaturesRequired:
+            # The KV that the probe saw was evicted meanwhile. The client learns nothing of it.
+            if relay.chunks:
+                raise
+        else:
+            return
+        await self._encode.run(state, everything=True)
+        async with aclosing(relay.run()) as events:
+            async for event in events:
+                yield event
+
+
+class Relay:
+    """Asks the worker for one request's answer and turns its events into the client's."""
+
+    def __init__(self, state: RequestState, span: Span, worker: WorkerClient, settings: RouterSettings) -> None:
+        self._state = state
+        self._span = span
+        self._worker = worker
+        self._settings = settings
+        self._started = False
+        self.chunks = 0
+
+    async def run(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """Yields the client's events; run again after FeaturesRequired, it does not repeat `started`."""
+        state, settings = self._state, self._settings
+        model = self._check_model(self._worker.model)
+        first_token_s = state.within_deadline(settings.queue_timeout_s + settings.prefill_timeout_s)
+        finished = False
+        with (
+            ExitStack() as shared,
+            open_span("router.worker", state.trace, SpanKind.CLIENT) as (_, context),
+        ):
+            request = state.worker_request(shared if settings.shared_memory else None)
+            events = self._worker.generate(request, context, first_token_s, settings.next_token_timeout_s)
+            async with aclosing(events):
+                async for event in events:
+                    kind = event.WhichOneof("event")
+                    if kind == "started":
+                        # The worker has read the features by now.
+                        shared.close()
+                        state.release()
+                        if not self._started:
+                            self._started = True
+                            yield inference_pb2.GenerateResponse(started=self._make_started(model))
+                    elif kind == "chunk":
+                        self._note_first_token()
+                        self.chunks += 1
+                        yield inference_pb2.GenerateResponse(chunk=event.chunk)
+                    elif kind == "finished":
+                        self._note_first_token()
+                        finished = True
+                        yield inference_pb2.GenerateResponse(finished=self._make_finished(event.finished))
+        if not finished:
+            raise Unavailable("the worker's answer ended before it was finished", reason="WORKER_UNAVAILABLE")
+
+    def _check_model(self, model: worker_pb2.WorkerModel) -> worker_pb2.WorkerModel:
+        self._span.set_attributes({"gen_ai.request.model": model.name, "gen_ai.response.model": model.name})
+        widths: Iterable[int] = (image.lease.features.shape[-1] for image in self._state.images if image.lease)
+        if any(width != model.hidden_size for width in widths):
+            raise model_mismatch(model)
+        return model
+
+    def _note_first_token(self) -> None:
+        first_token = self._state.durations.time_to_first_token
+        if first_token.ToNanoseconds() == 0:
+            first_token.FromNanoseconds(self._state.elapsed_ns())
+
+    def _make_started(self, model: worker_pb2.WorkerModel) -> inference_pb2.Started:
+        return inference_pb2.Started(
+            request_id=self._state.request_id,
+            model=model.name,
+            trace_id=trace_id_of(self._span),
+            images=[image.report() for image in self._state.images],
+        )
+
+    def _make_finished(self, finished: worker_pb2.WorkerFinished) -> inference_pb2.Finished:
+        # The worker's own time to first token and total are left out: the client's clock started at the router.
+        durations, measured = self._state.durations, finished.durations
+        if measured.HasField("queue"):
+            durations.queue.CopyFrom(measured.queue)
+        if measured.HasField("prefill"):
+            durations.prefill.CopyFrom(measured.prefill)
+        if measured.HasField("decode"):
+            durations.decode.CopyFrom(measured.decode)
+        durations.total.FromNanoseconds(self._state.elapsed_ns())
+        usage = finished.usage
+        reason = generation_pb2.FinishReason.Name(finished.finish_reason).removeprefix("FINISH_REASON_").lower()
+        self._span.set_attributes(
+            {
+                "gen_ai.usage.input_tokens": usage.text_tokens + usage.visual_tokens,
+                "gen_ai.usage.output_tokens": usage.output_tokens,
+                "gen_ai.response.finish_reasons": [reason],
+                "triptych.visual_tokens": usage.visual_tokens,
+                "triptych.cached_tokens": usage.cached_tokens,
+                "triptych.degraded": bool(self._state.degradations),
+            }
+        )
+        return inference_pb2.Finished(
+            finish_reason=finished.finish_reason,
+            usage=usage,
+            durations=durations,
+            degradations=self._state.degradations,
+        )
+
+
+def model_mismatch(model: worker_pb2.WorkerModel) -> Unavailable:
+    """Returns the error for an encoder whose features the worker's decoder cannot take."""
+    return Unavailable(
+        f"the vision encoder's features do not fit model {model.name} (hidden size {model.hidden_size}); "
+        "export the encoder from the checkpoint that the worker serves",
+        reason="MODEL_MISMATCH",
+    )

@@ -1,0 +1,178 @@
+"""One request on its way through the router: what the steps read and write."""
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from opentelemetry.context import Context
+
+from triptych import tensors
+from triptych.errors import StageTimeout
+from triptych.v1 import generation_pb2, inference_pb2, worker_pb2
+from triptych.vision.cache import Lease
+from triptych.vision.preprocess import Pixels
+
+
+@dataclass(slots=True)
+class ImageState:
+    """One image, filled in step by step.
+
+    Attributes:
+        source: As sent: encoded bytes, or a URL.
+        detail: An inference_pb2.ImageDetail.
+        encoded: The encoded file; set by intake, dropped by preprocess.
+        width, height: Of the upright picture, in pixels; set by preprocess.
+        side: Of the square the encoder sees, in pixels; set by preprocess.
+        token_count: Visual tokens in the prompt; set by preprocess.
+        pixels: The encoder's input; set by preprocess.
+        identity: 32 bytes; set by preprocess.
+        feature_source: An inference_pb2.FeatureSource; set by probe or encode.
+        lease: Features held in the encoder cache; set by encode, released when the worker has them.
+    """
+
+    source: bytes | str
+    detail: int
+    encoded: bytes | None = None
+    width: int = 0
+    height: int = 0
+    side: int = 0
+    token_count: int = 0
+    pixels: Pixels | None = None
+    identity: bytes = b""
+    feature_source: int = inference_pb2.FEATURE_SOURCE_UNSPECIFIED
+    lease: Lease | None = None
+
+    def release(self) -> None:
+        """Gives the features up."""
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
+
+    def report(self) -> inference_pb2.ImageReport:
+        """Returns what the client is told about the image."""
+        dropped = self.feature_source == inference_pb2.FEATURE_SOURCE_UNSPECIFIED
+        return inference_pb2.ImageReport(
+            identity=self.identity.hex(),
+            width=self.width,
+            height=self.height,
+            encoded_side=self.side,
+            visual_tokens=0 if dropped else self.token_count,
+            source=inference_pb2.FeatureSource.ValueType(self.feature_source),
+        )
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request in flight.
+
+    Attributes:
+        request: As sent, already validated.
+        request_id: The client's, or one made for it.
+        trace: Context whose current span is the request's root span.
+        deadline_s: When the client gives up, on time.monotonic's clock; None: never.
+        arrival_s: When it arrived, on the same clock.
+        images: In prompt order.
+        images_dropped: Whether the answer is text-only because encoding was late.
+        durations: Of the stages so far.
+        degradations: What was not done as asked, so far.
+    """
+
+    request: inference_pb2.GenerateRequest
+    trace: Context
+    deadline_s: float | None = None
+    request_id: str = ""
+    arrival_s: float = field(default_factory=time.monotonic)
+    images: list[ImageState] = field(default_factory=list)
+    images_dropped: bool = False
+    durations: generation_pb2.StageDurations = field(default_factory=generation_pb2.StageDurations)
+    degradations: list[inference_pb2.Degradation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.request_id = self.request_id or self.request.request_id or uuid.uuid4().hex
+
+    @property
+    def degradable(self) -> bool:
+        """Whether the client prefers a worse answer over an error."""
+        return self.request.degradation_policy != inference_pb2.DEGRADATION_POLICY_FORBID
+
+    def within_deadline(self, timeout_s: float) -> float:
+        """Returns a stage's time limit in seconds, cut to what the client's deadline leaves.
+
+        Raises StageTimeout (CLIENT_DEADLINE) when that is nothing.
+        """
+        if self.deadline_s is None:
+            return timeout_s
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise StageTimeout("the call's deadline has passed", reason="CLIENT_DEADLINE")
+        return min(timeout_s, left_s)
+
+    def check_deadline(self) -> None:
+        """Raises StageTimeout (CLIENT_DEADLINE) when the client's deadline has passed."""
+        self.within_deadline(0.0)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Adds the time spent inside to the field `stage` of `durations`, failures included."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            spent = getattr(self.durations, stage)
+            spent.FromNanoseconds(spent.ToNanoseconds() + int((time.monotonic() - start) * 1e9))
+
+    def elapsed_ns(self) -> int:
+        """Returns nanoseconds since arrival."""
+        return int((time.monotonic() - self.arrival_s) * 1e9)
+
+    def release(self) -> None:
+        """Gives up everything the request holds; may be called more than once."""
+        for image in self.images:
+            image.release()
+
+    def prompt(self) -> worker_pb2.Prompt:
+        """Returns the dialogue for the worker, without features; without images too, once they were dropped.
+
+        A message of nothing but dropped images keeps its place with an empty text.
+        """
+        prompt = worker_pb2.Prompt(cache_salt=self.request.cache_salt)
+        index = 0
+        for message in self.request.messages:
+            turn = prompt.messages.add(role=message.role)
+            for part in message.parts:
+                if part.HasField("text"):
+                    turn.parts.add(text=part.text)
+                elif not self.images_dropped:
+                    turn.parts.add(image_index=index)
+                    index += 1
+            if not turn.parts:
+                turn.parts.add(text="")
+        if not self.images_dropped:
+            for image in self.images:
+                prompt.images.add(identity=image.identity, token_count=image.token_count)
+        return prompt
+
+    def worker_request(self, shared: ExitStack | None) -> worker_pb2.WorkerGenerateRequest:
+        """Returns what the worker is asked, with the features that are held.
+
+        Features go inline, or, when `shared` is given, through shared memory that lives until that stack closes.
+        """
+        prompt = self.prompt()
+        for image, sent in zip(self.images, prompt.images, strict=False):
+            if image.lease is not None:
+                features = image.lease.features
+                tensor = (
+                    tensors.to_proto(features)
+                    if shared is None
+                    else shared.enter_context(tensors.shared_proto(features))
+                )
+                sent.features.CopyFrom(tensor)
+        return worker_pb2.WorkerGenerateRequest(
+            request_id=self.request_id,
+            prompt=prompt,
+            sampling=self.request.sampling,
+            stopping=self.request.stopping,
+            priority=self.request.priority,
+        )

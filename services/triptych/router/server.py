@@ -1,0 +1,135 @@
+"""The router's process: InferenceService over gRPC."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+
+from triptych.config import RouterSettings
+from triptych.errors import Unavailable
+from triptych.router.pipeline import Pipeline, model_mismatch
+from triptych.router.readiness import Readiness
+from triptych.router.worker_client import WorkerClient
+from triptych.rpc.channel import bind, create_server, set_serving
+from triptych.telemetry.tracing import extract, setup_tracing
+from triptych.v1 import inference_pb2, inference_pb2_grpc
+from triptych.vision.encoder import Encoder, TritonEncoder
+
+log = logging.getLogger(__name__)
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+STOP_GRACE_S = 5.0
+"""Seconds that running requests get to finish when the router is told to stop."""
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Translates between gRPC and the pipeline; nothing else."""
+
+    def __init__(self, pipeline: Pipeline, encoder: Encoder, worker: WorkerClient, settings: RouterSettings) -> None:
+        self._pipeline = pipeline
+        self._encoder = encoder
+        self._worker = worker
+        self._settings = settings
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """See inference.proto."""
+        caller = extract(context.invocation_metadata())
+        events = self._pipeline.generate(request, caller, context.time_remaining())
+        async with aclosing(events):
+            async for event in events:
+                yield event
+
+    async def GetModel(
+        self, request: inference_pb2.GetModelRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> inference_pb2.Model:
+        """See inference.proto."""
+        model, spec = self._worker.model, self._encoder.spec
+        if spec is None or not self._encoder.ready:
+            raise Unavailable("the vision encoder does not answer", reason="ENCODER_UNAVAILABLE")
+        if model.hidden_size != spec.hidden_size:
+            raise model_mismatch(model)
+        return inference_pb2.Model(
+            name=model.name,
+            fingerprint=model.fingerprint,
+            context_tokens=model.context_tokens,
+            native_image_side=spec.image_side,
+            native_visual_tokens=spec.token_count(spec.image_side),
+            max_images=self._settings.max_images,
+            encoder_version=spec.version,
+        )
+
+
+class Router:
+    """A running router.
+
+    Attributes:
+        port: The port it listens on.
+        pipeline: What runs the requests; asked for `check_integrity()`.
+        readiness: Whether pictures can be served.
+    """
+
+    def __init__(self, port: int, pipeline: Pipeline, readiness: Readiness) -> None:
+        self.port = port
+        self.pipeline = pipeline
+        self.readiness = readiness
+
+
+@asynccontextmanager
+async def run_router(
+    settings: RouterSettings, encoder: Encoder | None = None, port: int | None = None
+) -> AsyncIterator[Router]:
+    """Runs a router for the length of the block and yields it.
+
+    It listens at once; health turns SERVING when encoder and worker answer. `encoder` replaces Triton, `port` the
+    configured one (0: any free one). Raises OSError when the port is taken.
+    """
+    async with AsyncExitStack() as stack:
+        encoder = encoder or TritonEncoder(settings.triton, settings.vision_model)
+        stack.push_async_callback(encoder.close)
+        worker = WorkerClient(settings.worker, settings.worker_silence_s)
+        stack.push_async_callback(worker.close)
+        pipeline = Pipeline(settings, encoder, worker)
+        stack.callback(pipeline.close)
+        server, health = create_server([SERVICE])
+        servicer = InferenceServicer(pipeline, encoder, worker, settings)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+        bound = bind(server, settings.host, settings.port if port is None else port)
+        await set_serving(health, [SERVICE], False)
+        readiness = Readiness(encoder, worker, lambda ready: set_serving(health, [SERVICE], ready))
+        for watch in (worker.watch(), readiness.watch()):
+            stack.push_async_callback(_cancel, asyncio.create_task(watch))
+        await server.start()
+        stack.push_async_callback(server.stop, STOP_GRACE_S)
+        stack.push_async_callback(health.enter_graceful_shutdown)
+        yield Router(bound, pipeline, readiness)
+
+
+async def serve(settings: RouterSettings) -> None:
+    """Runs the router until SIGTERM or SIGINT, then lets running requests finish for STOP_GRACE_S.
+
+    Traces are exported when the environment asks for it (see telemetry/tracing.py).
+    """
+    provider = setup_tracing("router")
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with run_router(settings) as router:
+        log.info("listening on %s:%d", settings.host, router.port)
+        await stop.wait()
+        log.info("stopping")
+    if provider is not None:
+        provider.shutdown()
+
+
+async def _cancel(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

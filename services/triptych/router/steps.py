@@ -1,0 +1,221 @@
+"""The steps of a request before the worker answers, in the order in which the pipeline runs them.
+
+The contract: a step reads what earlier steps wrote into the RequestState, writes its own part, and raises a
+TriptychError when the request cannot go on. It may be cancelled at any await and then leaves nothing behind but what
+`RequestState.release` gives up.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from opentelemetry.trace import SpanKind
+
+from triptych.config import RouterSettings
+from triptych.errors import InvalidRequest, StageTimeout, TriptychError, Unavailable
+from triptych.router.request import ImageState, RequestState
+from triptych.router.spans import open_span
+from triptych.router.validation import validate
+from triptych.router.worker_client import WorkerClient
+from triptych.v1 import inference_pb2
+from triptych.vision.cache import EncoderCache, Features
+from triptych.vision.encoder import Encoder, encode_timeout
+from triptych.vision.encoder_spec import EncoderSpec
+from triptych.vision.identity import content_digest, identity
+from triptych.vision.image_header import ImageLimits
+from triptych.vision.images import encoded_bytes, load_image
+from triptych.vision.preprocess import preprocess
+from triptych.vision.resolution import encoded_side
+
+log = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 1.0
+"""Most seconds spent on asking the worker what its KV covers; later, the answer is taken for "nothing"."""
+
+
+class Step(Protocol):
+    """One step of the pipeline; the module's docstring has the contract."""
+
+    async def run(self, state: RequestState) -> None:
+        """Does the step's work for one request."""
+
+
+class Intake:
+    """Validates the request, then unpacks each image's file and checks its header against the limits."""
+
+    def __init__(self, settings: RouterSettings, threads: ThreadPoolExecutor) -> None:
+        self._settings = settings
+        self._limits = image_limits(settings)
+        self._threads = threads
+
+    async def run(self, state: RequestState) -> None:
+        """Sets `state.images`, each with `encoded`."""
+        with state.timed("intake"), open_span("router.intake", state.trace):
+            validate(state.request, self._settings)
+            state.images = [
+                ImageState(
+                    source=part.image.data if part.image.WhichOneof("source") == "data" else part.image.url,
+                    detail=part.image.detail,
+                )
+                for message in state.request.messages
+                for part in message.parts
+                if part.HasField("image")
+            ]
+            await run_all(self._open(image) for image in state.images)
+
+    async def _open(self, image: ImageState) -> None:
+        image.encoded = await in_thread(self._threads, encoded_bytes, image.source, self._limits)
+        image.source = b""
+
+
+class Preprocess:
+    """Decodes, resizes and names the images, off the event loop."""
+
+    def __init__(self, settings: RouterSettings, encoder: Encoder, threads: ThreadPoolExecutor) -> None:
+        self._limits = image_limits(settings)
+        self._encoder = encoder
+        self._threads = threads
+
+    async def run(self, state: RequestState) -> None:
+        """Sets each image's size, side, token count, pixels and identity; drops its encoded file."""
+        if not state.images:
+            return
+        spec = self._encoder.spec
+        if spec is None:
+            raise Unavailable("the vision encoder has not been reached yet", reason="ENCODER_UNAVAILABLE")
+        with state.timed("preprocess"):
+            await run_all(self._prepare(image, state, spec) for image in state.images)
+
+    async def _prepare(self, image: ImageState, state: RequestState, spec: EncoderSpec) -> None:
+        state.check_deadline()
+        with open_span("router.preprocess", state.trace) as (span, _):
+            salt = state.request.cache_salt
+            await in_thread(self._threads, _prepare_image, image, spec, salt, self._limits)
+            span.set_attributes({"triptych.pixels": image.width * image.height, "triptych.image.side": image.side})
+
+
+class Probe:
+    """First look-up: asks the worker which images its KV covers, so that they need no features."""
+
+    def __init__(self, worker: WorkerClient) -> None:
+        self._worker = worker
+
+    async def run(self, state: RequestState) -> None:
+        """Sets `feature_source` of covered images. A probe that fails costs an encode, not the request."""
+        if not state.images:
+            return
+        timeout_s = state.within_deadline(PROBE_TIMEOUT_S)
+        with open_span("router.probe", state.trace) as (span, context):
+            try:
+                covered = await self._worker.probe(state.prompt(), timeout_s, context)
+            except InvalidRequest:
+                raise
+            except TriptychError as error:
+                log.warning("request %s: the KV look-up failed: %s", state.request_id, error.reason)
+                covered = []
+            for image, is_covered in zip(state.images, covered, strict=False):
+                if is_covered:
+                    image.feature_source = inference_pb2.FEATURE_SOURCE_KV_CACHE
+            span.set_attribute("triptych.images.covered", sum(covered))
+
+
+class Encode:
+    """Second look-up, the encoder cache, and the encoder for what is still missing.
+
+    Late encoding makes the answer text-only where the client allows it. Run a second time with `everything`, after
+    the worker turned out to have lost what it covered, it fetches features for covered images as well.
+    """
+
+    def __init__(self, settings: RouterSettings, encoder: Encoder, cache: EncoderCache) -> None:
+        self._timeout_s = settings.encode_timeout_s
+        self._encoder = encoder
+        self._cache = cache
+
+    async def run(self, state: RequestState, *, everything: bool = False) -> None:
+        """Sets `lease` and `feature_source` of every image that the worker's KV does not cover."""
+        covered = inference_pb2.FEATURE_SOURCE_KV_CACHE
+        missing = [
+            image for image in state.images if image.lease is None and (everything or image.feature_source != covered)
+        ]
+        if not missing:
+            return
+        timeout_s = state.within_deadline(self._timeout_s)
+        try:
+            with state.timed("encode"):
+                await self._fetch(missing, state, timeout_s)
+        except StageTimeout:
+            state.check_deadline()
+            if not state.degradable:
+                raise
+            self._drop_images(state)
+
+    async def _fetch(self, missing: list[ImageState], state: RequestState, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await run_all(self._fetch_one(image, state, timeout_s) for image in missing)
+        except TimeoutError:
+            raise encode_timeout(timeout_s) from None
+
+    async def _fetch_one(self, image: ImageState, state: RequestState, timeout_s: float) -> None:
+        async def encode() -> Features:
+            assert image.pixels is not None  # Set by Preprocess, which ran before.
+            attributes: dict[str, str | int | float | bool] = {
+                "triptych.feature_source": "encoder",
+                "triptych.pixels": image.side * image.side,
+                "triptych.visual_tokens": image.token_count,
+            }
+            with open_span("router.encode", state.trace, SpanKind.CLIENT, attributes) as (_, context):
+                return await self._encoder.encode(image.pixels, timeout_s, context)
+
+        lease = await self._cache.get(image.identity, encode)
+        image.lease = lease
+        image.feature_source = (
+            inference_pb2.FEATURE_SOURCE_ENCODER if lease.encoded else inference_pb2.FEATURE_SOURCE_ENCODER_CACHE
+        )
+
+    def _drop_images(self, state: RequestState) -> None:
+        state.release()
+        state.images_dropped = True
+        for image in state.images:
+            image.feature_source = inference_pb2.FEATURE_SOURCE_UNSPECIFIED
+        state.degradations.append(
+            inference_pb2.Degradation(
+                kind=inference_pb2.DEGRADATION_KIND_TEXT_ONLY,
+                explanation=f"the images were not encoded within encode_timeout_s={self._timeout_s:g} and left out",
+            )
+        )
+
+
+def image_limits(settings: RouterSettings) -> ImageLimits:
+    """Returns the limits of a single image."""
+    return ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
+
+
+async def in_thread(threads: ThreadPoolExecutor, function: Any, *arguments: Any) -> Any:
+    """Runs a function in a thread; when the caller is cancelled before its turn, it never runs."""
+    return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
+
+
+async def run_all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Runs all concurrently; the first failure cancels the rest, waits for their end, and is raised as itself."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _prepare_image(image: ImageState, spec: EncoderSpec, salt: str, limits: ImageLimits) -> None:
+    """Fills in what Preprocess promises. Peak memory is that of one decoded image, however many wait."""
+    assert image.encoded is not None  # Set by Intake, which ran before.
+    picture = load_image(image.encoded, limits)
+    image.encoded = None
+    image.width, image.height = picture.size
+    image.side = encoded_side(image.detail, spec)
+    image.token_count = spec.token_count(image.side)
+    image.identity = identity(content_digest(picture), spec, image.side, salt)
+    image.pixels = preprocess(picture, spec, image.side)

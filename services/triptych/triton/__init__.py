@@ -1,0 +1,1 @@
+"""Triton: finding one, starting it, and joining its spans to the caller's trace."""

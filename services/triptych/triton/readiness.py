@@ -1,0 +1,75 @@
+"""Asks a running Triton, over its HTTP port, whether it is ready and, if not, why."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from triptych.errors import Unavailable
+
+# A proxy from the environment must never come between services.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def wait_ready(
+    address: str,
+    timeout_s: float,
+    alive: Callable[[], bool] = lambda: True,
+    last_lines: Callable[[], list[str]] = list,
+) -> None:
+    """Returns once every model of the Triton at `address` (host:http_port) is ready.
+
+    Raises Unavailable as soon as `alive()` is false (TRITON_DIED) or a model has failed to load (MODEL_LOAD_FAILED,
+    with Triton's reason), and after `timeout_s` (TRITON_START_TIMEOUT). The message ends with `last_lines()`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not is_ready(address):
+        if not alive():
+            raise _failure("tritonserver has ended before it was ready", "TRITON_DIED", last_lines())
+        failures = broken_models(address)
+        if failures:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+            raise _failure(f"Triton cannot load its models: {reasons}", "MODEL_LOAD_FAILED", last_lines())
+        if time.monotonic() >= deadline:
+            raise _failure(
+                f"Triton at {address} was not ready within {timeout_s:g} s (TRIPTYCH_TRITON_START_TIMEOUT_S)",
+                "TRITON_START_TIMEOUT",
+                last_lines(),
+            )
+        time.sleep(0.1)
+
+
+def is_ready(address: str) -> bool:
+    """Tells whether the server answers and all its models are ready; never raises."""
+    try:
+        with _opener.open(f"http://{address}/v2/health/ready", timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:  # Refused, timed out, or HTTP 400: urllib's errors are OSErrors.
+        return False
+
+
+def broken_models(address: str) -> dict[str, str]:
+    """Returns why models failed to load, by name; empty while any is still loading or nobody answers."""
+    request = urllib.request.Request(f"http://{address}/v2/repository/index", data=b"{}", method="POST")
+    try:
+        with _opener.open(request, timeout=2) as response:
+            models: list[dict[str, Any]] = json.load(response)
+    except (OSError, ValueError):
+        return {}
+    states = [model.get("state") for model in models]
+    if "LOADING" in states:
+        return {}
+    ready = {model["name"] for model in models if model.get("state") == "READY"}
+    return {
+        model["name"]: model.get("reason") or "no reason given"
+        for model in models
+        # An older version that was replaced is UNAVAILABLE too, beside a READY one.
+        if model.get("state") == "UNAVAILABLE" and model["name"] not in ready
+    }
+
+
+def _failure(what: str, reason: str, lines: list[str]) -> Unavailable:
+    tail = "".join(f"\n  {line}" for line in lines[-20:])
+    return Unavailable(what + (f"; its last lines:{tail}" if tail else ""), reason=reason)

@@ -1,0 +1,54 @@
+"""How a request tells Triton which span it belongs to.
+
+Triton honours a `traceparent` in gRPC metadata only sometimes: server 2.51 did for 89 to 99 of 100 requests here, for
+43 of 100 elsewhere. Its carrier takes the value by pointer, without its length; gRPC's copy ends without a zero, so
+the next byte in memory, zero or not, decides. OpenTelemetry then accepts exactly 55 characters, so padding cannot
+help: with a trailing dash 0 of 400 were linked. Triton's main branch of 2026 has the same lines.
+
+What does arrive every time is the request id, which Triton writes on the spans of every model that the request passes
+through, an ensemble's steps included. So the caller's context travels as the request id, and `relay.SpanRelay`, between
+Triton and the collector, puts the spans where they belong. The header goes along for a Triton that has no relay.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import TypedDict
+
+from opentelemetry import propagate
+from opentelemetry.context import Context
+
+_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+_SAMPLED = 0x01
+
+
+class TraceArguments(TypedDict, total=False):
+    """Keyword arguments of tritonclient's `infer`; none when nothing is traced."""
+
+    request_id: str
+    headers: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The span on whose behalf Triton works: ids in lower-case hex digits."""
+
+    trace_id: str
+    span_id: str
+    sampled: bool
+
+
+def trace_arguments(context: Context | None = None) -> TraceArguments:
+    """Returns what links Triton's spans to `context` (default: the current one): `client.infer(..., **arguments)`."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier, context)
+    if "traceparent" not in carrier:
+        return {}
+    return {"request_id": carrier["traceparent"], "headers": carrier}
+
+
+def parse_request_id(request_id: str) -> Caller | None:
+    """Returns the caller that `trace_arguments` wrote into a request id, or None if somebody else chose the id."""
+    match = _TRACEPARENT.fullmatch(request_id)
+    if match is None:
+        return None
+    return Caller(match[1], match[2], bool(int(match[3], 16) & _SAMPLED))
