@@ -1,0 +1,1 @@
+"""The engine: sequences, scheduling, sampling and the step loop."""

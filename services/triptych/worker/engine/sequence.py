@@ -1,0 +1,112 @@
+"""The state of one request in the engine."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+from triptych.worker.detokenizer import TextStream
+from triptych.worker.engine.request import GenerationRequest
+from triptych.worker.engine.sampler import TokenChooser
+from triptych.worker.engine.timeline import Timeline
+from triptych.worker.kv.identity import BLOCK_TOKENS, BlockIdentity, identify_block, root_key
+
+
+class Phase(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Rank:
+    """Place in every queue; lower goes first.
+
+    Attributes:
+        due_s: Arrival plus `max_wait_s` for each class below the first. After waiting that long, a request ranks with
+            those of the next higher class that arrive now, so nobody is overtaken for ever.
+        serial: Order of arrival; no two sequences share one.
+    """
+
+    due_s: float
+    serial: int
+
+
+class Sequence:
+    """One request: its tokens, its blocks and how far it is computed. Only the engine's thread touches it.
+
+    Attributes:
+        request: What was asked.
+        rank: Place in every queue.
+        phase: Where it stands.
+        token_ids: Prompt and output.
+        computed: Leading positions whose KV is in `blocks`.
+        blocks: The block table. While waiting, only the pinned blocks.
+        pinned: Leading blocks that stay referenced until the end, because nothing could compute them again: they hold
+            images that came without features.
+        identified: Leading blocks that were offered to the prefix cache or came from it.
+        cached_tokens: Prompt positions that came from the prefix cache when it was first admitted.
+        chooser: Chooses its tokens.
+        text: Turns its tokens into text.
+        unsent_tokens: Tokens not yet accounted for by a chunk of text.
+        timeline: When its stages happened.
+    """
+
+    def __init__(self, request: GenerationRequest, rank: Rank, chooser: TokenChooser, text: TextStream) -> None:
+        self.request = request
+        self.rank = rank
+        self.phase = Phase.WAITING
+        self.token_ids = list(request.prompt.token_ids)
+        self.computed = 0
+        self.blocks: list[int] = []
+        self.pinned = 0
+        self.identified = 0
+        self.cached_tokens = 0
+        self.chooser = chooser
+        self.text = text
+        self.unsent_tokens = 0
+        self.timeline = Timeline(request.arrival_ns)
+        self._chain: list[BlockIdentity] = []
+
+    @property
+    def pending(self) -> int:
+        """Positions whose KV is not computed; the last one's logits give the next token."""
+        return len(self.token_ids) - self.computed
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - len(self.request.prompt.token_ids)
+
+    @property
+    def most_tokens(self) -> int:
+        """Positions it takes if it generates all it may."""
+        return len(self.request.prompt.token_ids) + self.request.stopping.max_tokens
+
+    def chain(self, blocks: int) -> list[BlockIdentity]:
+        """Returns the identities of the first `blocks` blocks, which must be full of known tokens."""
+        while len(self._chain) < blocks:
+            parent = self._chain[-1].key if self._chain else root_key(self.request.cache_salt)
+            start = len(self._chain) * BLOCK_TOKENS
+            self._chain.append(identify_block(parent, self.token_ids, self.request.prompt.spans, start))
+        return self._chain[:blocks]
+
+    def reusable_chain(self) -> list[BlockIdentity]:
+        """Returns the identities of all blocks that may be reused; at least one token is left to compute."""
+        return self.chain((len(self.token_ids) - 1) // BLOCK_TOKENS)
+
+    def visual_tokens_between(self, start: int, end: int) -> int:
+        """Returns how many positions of a range are visual."""
+        return sum(max(0, min(end, span.end) - max(start, span.start)) for span in self.request.prompt.spans)
+
+    def features_between(self, start: int, end: int) -> list[tuple[int, Tensor]]:
+        """Returns the features of a range's visual positions, as (position, features [rows, hidden])."""
+        found: list[tuple[int, Tensor]] = []
+        for span, features in zip(self.request.prompt.spans, self.request.features, strict=True):
+            first, last = max(start, span.start), min(end, span.end)
+            if first < last and features is not None:
+                found.append((first, features[first - span.start : last - span.start]))
+        return found

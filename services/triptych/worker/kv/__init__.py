@@ -1,0 +1,1 @@
+"""The paged KV cache: which block holds what, and the tensors themselves."""

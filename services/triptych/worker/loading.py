@@ -1,0 +1,91 @@
+"""From settings to a ready engine."""
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+from triptych.config import WorkerSettings
+from triptych.worker.engine.engine import Engine
+from triptych.worker.engine.runner import Runner
+from triptych.worker.kv.blocks import BlockPool
+from triptych.worker.kv.cache import KVCache, block_bytes
+from triptych.worker.model.config import ModelConfig, load_model_config
+from triptych.worker.model.decoder import Decoder
+from triptych.worker.model.weights import fingerprint, load_decoder_weights
+from triptych.worker.prompt import PromptEncoder
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A checkpoint ready to serve.
+
+    Attributes:
+        name: What clients call it.
+        fingerprint: Hash of weights and configuration, hex.
+        config: Its shape.
+        prompts: Its tokenizer and chat template.
+        engine: Its engine.
+        device: Where features must be.
+        dtype: Element type features must have.
+    """
+
+    name: str
+    fingerprint: str
+    config: ModelConfig
+    prompts: PromptEncoder
+    engine: Engine
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load_model(settings: WorkerSettings) -> LoadedModel:
+    """Loads a checkpoint and allocates its KV cache; takes seconds to minutes.
+
+    Raises FileNotFoundError, UnsupportedCheckpoint or ValueError, each saying what is wrong with the folder or setting.
+    """
+    started_s = time.monotonic()
+    model_dir = settings.model_dir
+    config = load_model_config(model_dir)
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device, config.decoder.dtype)
+    if device.type == "cpu":
+        torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
+    decoder = Decoder(config.decoder, load_decoder_weights(model_dir, config.decoder, device, dtype))
+    blocks = settings.kv_blocks or settings.kv_cache_bytes // block_bytes(config.decoder, dtype)
+    if not blocks:
+        raise ValueError(f"kv_cache_bytes={settings.kv_cache_bytes} is less than one KV block; raise it")
+    prompts = PromptEncoder(model_dir, config.image_token_id)
+    runner = Runner(decoder, KVCache(config.decoder, blocks, device, dtype))
+    engine = Engine(runner, BlockPool(blocks), prompts.text_decoder, config.end_token_ids, settings)
+    name = settings.model_name or model_dir.resolve().name
+    log.info(
+        "loaded %s in %.1f s: %s on %s, %d KV blocks, context of %d tokens",
+        name,
+        time.monotonic() - started_s,
+        str(dtype).removeprefix("torch."),
+        device,
+        blocks,
+        engine.context_tokens,
+    )
+    return LoadedModel(name, fingerprint(model_dir), config, prompts, engine, device, dtype)
+
+
+def choose_device(name: str) -> torch.device:
+    """Returns the device that `auto`, `cpu` or `cuda[:n]` means here. Raises ValueError when CUDA is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={name}, but torch finds no CUDA; use device=cpu")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
+    """Returns the element type that a setting means; `auto` is the checkpoint's on CUDA and float32 on CPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else checkpoint
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
