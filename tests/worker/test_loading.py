@@ -1,5 +1,6 @@
 """Checkpoints as they come: spellings, shards, and clear words about what is not supported."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.worker.checkpoints import write_checkpoint
 from tests.worker.driving import ask, load, run
-from triptych.worker.loading import choose_device, choose_dtype
+from triptych.worker.loading import choose_device, choose_dtype, choose_threads
 from triptych.worker.model.config import RopeConfig, UnsupportedCheckpoint, load_model_config
 from triptych.worker.model.rotary import inverse_wavelengths
 from triptych.worker.model.weights import fingerprint, load_decoder_weights
@@ -146,3 +147,11 @@ def test_auto_is_float32_on_the_cpu_and_the_checkpoints_type_on_cuda() -> None:
 def test_asking_for_cuda_where_there_is_none_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="device=cpu"):
         choose_device("cuda:0")
+
+
+def test_a_small_decoder_gets_one_thread_and_a_large_one_all_cores(tiny_dir: Path) -> None:
+    tiny = load_model_config(tiny_dir).decoder
+    large = dataclasses.replace(tiny, layers=30, hidden_size=576, intermediate_size=1536, vocabulary=49152)
+    assert choose_threads(tiny, cores=8) == 1
+    assert choose_threads(large, cores=8) == 8
+    assert choose_threads(large, cores=2) == 2
