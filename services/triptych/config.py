@@ -61,7 +61,9 @@ class WorkerSettings(BaseSettings):
         pattern="^(auto|float32|bfloat16|float16)$",
         description="auto: the checkpoint's own on CUDA, float32 on CPU",
     )
-    threads: int | None = Field(None, ge=1, description="torch threads on CPU; unset: one per 8 million parameters, at most all cores")
+    threads: int | None = Field(
+        None, ge=1, description="torch threads on CPU; unset: one per 8 million parameters, at most all cores"
+    )
     kv_blocks: int | None = Field(
         None, ge=8, description="KV blocks of 16 tokens in the device pool; unset: what fits kv_cache_bytes"
     )
