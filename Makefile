@@ -34,7 +34,7 @@ lint: venv
 protos: venv  ## Regenerates services/triptych/v1 from protos/.
 	$(BIN)/python protos/generate.py
 
-model: venv  ## Trains the demo checkpoint from nothing (about an hour on two cores).
+model: venv  ## Trains the demo checkpoint from nothing (about an hour on two quiet cores).
 	$(BIN)/python -m triptych.demo.train --out models/demo
 
 export: venv  ## Writes model_repository/ from the demo checkpoint.

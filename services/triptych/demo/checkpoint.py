@@ -68,7 +68,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaForConditio
     )
     torch.manual_seed(seed)
     model = LlavaForConditionalGeneration(config)
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(
         max_new_tokens=64,
         do_sample=False,
         eos_token_id=tokenizer.eos_token_id,
@@ -83,7 +83,7 @@ def processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
         size={"shortest_edge": NATIVE_SIZE},
         crop_size={"height": NATIVE_SIZE, "width": NATIVE_SIZE},
     )
-    return LlavaProcessor(  # type: ignore[no-untyped-call]
+    return LlavaProcessor(
         image_processor=images,
         tokenizer=tokenizer,
         patch_size=PATCH,

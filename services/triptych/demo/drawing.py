@@ -94,8 +94,8 @@ class Scene:
     noise_seed: int
 
 
-def random_scene(rng: Generator, fewest: int = 1, most: int = 4) -> Scene:
-    """Draws a scene's content from `rng`: one to four shapes or as many as asked, a background, a little noise.
+def random_scene(rng: Generator, fewest: int = 1, most: int = 3) -> Scene:
+    """Draws a scene's content from `rng`: one to three shapes or as many as asked, a background, a little noise.
 
     Nearly half the scenes keep to one or two forms and colours, so that equal shapes occur and counting is worth it.
     """

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from triptych.demo.dialogues import SYSTEM_PROMPTS, Dialogue, dialogue, without_image
+from triptych.demo.dialogues import SYSTEM_PROMPTS, Dialogue, Kind, dialogue, without_image
 from triptych.demo.drawing import NATIVE_SIZE, Scene, draw, random_scene
 from triptych.demo.scenes import held_out_rng, training_rng
 from triptych.demo.sight import cell_classes
@@ -24,9 +24,9 @@ IGNORED: Final = -100
 Segment = tuple[list[int], bool]
 """Token ids, and whether they are an answer, which the model is to learn."""
 
-BRANCHES: Final = 6
+BRANCHES: Final = 8
 
-_SIZES: Final = ((NATIVE_SIZE, 0.7), (84, 0.15), (56, 0.15))
+_SIZES: Final = ((NATIVE_SIZE, 0.8), (84, 0.1), (56, 0.1))
 _DRAWN_AT: Final = ((112, 0.7), (224, 0.25), (448, 0.05))
 
 
@@ -104,7 +104,7 @@ class Packer:
         rows = []
         for scene in scenes:
             row = _Row()
-            told = [dialogue(scene, rng) for _ in range(BRANCHES)]
+            told = [dialogue(scene, rng, _hard_kind(rng)) for _ in range(BRANCHES)]
             if rng.random() < 0.06:
                 self._add_text_first(row, told[0], patches, rng)
             else:
@@ -177,6 +177,12 @@ class Packer:
             labels=padded([row.labels for row in rows], IGNORED),
             cells=torch.tensor([cell_classes(scene) for scene in scenes]),
         )
+
+
+def _hard_kind(rng: Generator) -> Kind | None:
+    """The kind for one branch: in half the cases one that takes longest to learn, else (None) by the usual shares."""
+    hard: tuple[Kind, ...] = ("where", "where", "count", "count", "follow_up")
+    return hard[int(rng.integers(len(hard)))] if rng.random() < 0.5 else None
 
 
 def _system(rng: Generator) -> str | None:

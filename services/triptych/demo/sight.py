@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import LlavaForConditionalGeneration
+from transformers import CLIPVisionModel, LlavaForConditionalGeneration
 
 from triptych.demo.checkpoint import PATCH, TEXT_WIDTH, VISION_WIDTH
 from triptych.demo.drawing import COLOURS, FORMS, GRID, NATIVE_SIZE, Scene, draw, random_scene, silhouette
@@ -86,7 +86,30 @@ class SightReader(nn.Module):
         return float((forms == (cells[filled] - 1) // len(COLOURS)).float().mean())
 
 
-def give_structure(tower: nn.Module) -> None:
+class TokenReader(nn.Module):
+    """Throw-away heads that ask every visual token where it lies and what its grid cell holds.
+
+    Without them the content of a cell is spread over its tokens and their places fade from layer to layer; the
+    decoder then learns to look things up many times slower.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Linear(TEXT_WIDTH, GRID * GRID)
+        self.content = nn.Linear(TEXT_WIDTH, 1 + len(FORMS) * len(COLOURS))
+
+    def loss(self, visual: Tensor, cells: Tensor) -> Tensor:
+        """How badly projected tokens [rows, tokens, width] tell their cell, and its class of `cells` [rows, 9]."""
+        side = math.isqrt(visual.shape[1])
+        along = (2 * torch.arange(side) + 1) * GRID // (2 * side)
+        place = (along[:, None] * GRID + along).flatten().expand(len(visual), -1)
+        content = cells.gather(1, place)
+        return F.cross_entropy(self.place(visual).flatten(0, 1), place.flatten()) + F.cross_entropy(
+            self.content(visual).flatten(0, 1), content.flatten()
+        )
+
+
+def give_structure(tower: CLIPVisionModel) -> None:
     """Starts an untrained tower with smooth filters (a rotated low-frequency DCT) and sine-cosine positions."""
     waves = torch.arange(PATCH, dtype=torch.float32)
     basis = torch.cos(math.pi * (waves + 0.5) * waves[:, None] / PATCH) * math.sqrt(2 / PATCH)

@@ -67,7 +67,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     split = sorted({word for word in _words(corpus) if len(tokenizer.encode(word).ids) > 1})
     if split:
         raise ValueError(f"vocabulary of {VOCABULARY} leaves words in pieces: {split}")
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
@@ -82,7 +82,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     """The id of one of `SPECIALS`."""
-    return tokenizer.backend_tokenizer.encode(token).ids[0]
+    return int(tokenizer.backend_tokenizer.encode(token).ids[0])
 
 
 def _corpus(seed: int) -> Iterator[str]:
@@ -92,7 +92,7 @@ def _corpus(seed: int) -> Iterator[str]:
     yield from FORMS
     for index in range(_CORPUS_SCENES):
         rng = training_rng(seed, index)
-        told = dialogue(random_scene(rng), rng)
+        told = dialogue(random_scene(rng, most=4), rng)  # More than are shown: each word as one token, "four" too.
         for turn in (*told.turns, *without_image(rng, told).turns):
             yield turn.question
             yield turn.answer

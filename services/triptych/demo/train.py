@@ -1,6 +1,6 @@
 """Trains the demo checkpoint, or with `--draft` a small tower that imitates the checkpoint's.
 
-`python -m triptych.demo.train --out models/demo --seed 0` takes about an hour on two cores;
+`python -m triptych.demo.train --out models/demo --seed 0` takes about an hour on two quiet cores;
 `python -m triptych.demo.train --draft models/demo-draft --out models/demo --steps 2500` about ten minutes.
 """
 
@@ -23,12 +23,13 @@ from triptych.demo.checkpoint import new_model, processor, save
 from triptych.demo.draft import distil
 from triptych.demo.optimising import adamw, set_rate
 from triptych.demo.packing import IGNORED, Batch, Packer
-from triptych.demo.sight import SightReader, give_structure, learn_to_see
+from triptych.demo.sight import SightReader, TokenReader, give_structure, learn_to_see
 from triptych.demo.tokens import train_tokenizer
 from triptych.demo.vision import vision_features
 
 PEAK_RATE: Final = 1.2e-3
 CELL_LOSS_WEIGHT: Final = 0.3
+TOKEN_LOSS_WEIGHT: Final = 0.3
 SAVE_EVERY: Final = 500
 
 
@@ -111,20 +112,29 @@ def train(out: Path, seed: int, sight_steps: int, steps: int, rows: int, state: 
     """
     tokenizer = train_tokenizer(seed)
     model = new_model(tokenizer, seed)
-    save(out, model, processor(tokenizer))
     give_structure(model.model.vision_tower)
     reader = SightReader()
     optimizer = adamw(PEAK_RATE, model, reader)
-    parameters = [*model.parameters(), *reader.parameters()]
-    parts: dict[str, nn.Module | torch.optim.Optimizer] = {"model": model, "reader": reader, "optimizer": optimizer}
-    compile_layers(model)
+    token_reader = TokenReader()
+    token_optimizer = adamw(PEAK_RATE, token_reader)
+    parameters = [*model.parameters(), *reader.parameters(), *token_reader.parameters()]
+    parts: dict[str, nn.Module | torch.optim.Optimizer] = {
+        "model": model,
+        "reader": reader,
+        "optimizer": optimizer,
+        "token_reader": token_reader,
+        "token_optimizer": token_optimizer,
+    }
     first = 0
-    if state is not None and state.exists():
+    resumes = state is not None and state.exists()
+    if state is not None and resumes:
         saved = torch.load(state)
         first = saved["step"]
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
-    else:
+        for name in parts.keys() & saved.keys():
+            parts[name].load_state_dict(saved[name])
+    save(out, model, processor(tokenizer))
+    compile_layers(model)
+    if not resumes:
         learn_to_see(model, reader, seed, sight_steps)
         _keep(state, 0, parts)
     batches = Batches(Packer(tokenizer, seed, rows), first, steps)
@@ -132,19 +142,24 @@ def train(out: Path, seed: int, sight_steps: int, steps: int, rows: int, state: 
     started = time.monotonic()
     for step, batch in enumerate(loader, start=first):
         set_rate(optimizer, PEAK_RATE, step, steps)
+        set_rate(token_optimizer, PEAK_RATE, step, steps)
         logits, labels, visual = answer_logits(model, batch)
         answers = F.cross_entropy(logits, labels)
         cells = reader.cell_loss(visual, batch.cells)
+        tokens = token_reader.loss(visual, batch.cells)
         optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(answers + CELL_LOSS_WEIGHT * cells)
+        token_optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(answers + CELL_LOSS_WEIGHT * cells + TOKEN_LOSS_WEIGHT * tokens)
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
+        token_optimizer.step()
         if step % 50 == 0:
             exact = (logits.argmax(-1) == labels).float().mean().item()
             seconds = (time.monotonic() - started) / (step + 1 - first)
             print(
                 f"step {step}/{steps} px {batch.pixels.shape[1]} length {batch.ids.shape[1]} "
-                f"answers {answers.item():.3f} cells {cells.item():.3f} tokens right {exact:.3f} {seconds:.3f} s/step",
+                f"answers {answers.item():.3f} cells {cells.item():.3f} places {tokens.item():.3f} "
+                f"right {exact:.3f} {seconds:.3f} s/step",
                 flush=True,
             )
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
@@ -166,8 +181,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("models/demo"), help="folder of the checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
     parser.add_argument("--sight-steps", type=int, default=900, help="steps of the first stage, without language")
-    parser.add_argument("--steps", type=int, default=2500, help="steps of the main stage, or of the draft")
-    parser.add_argument("--rows", type=int, default=16, help="pictures in a step, six questions each")
+    parser.add_argument("--steps", type=int, default=10_000, help="steps of the main stage, or of the draft")
+    parser.add_argument("--rows", type=int, default=16, help="pictures in a step, eight questions each")
     parser.add_argument("--state", type=Path, help="file to resume from and to keep the training state in")
     parser.add_argument("--draft", type=Path, help="folder of the draft tower to distil from the checkpoint in --out")
     given = parser.parse_args()
