@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from triptych import __version__, client
+from triptych.commands import bench, status, trace
 from triptych.config import GatewaySettings, RouterSettings, TritonSettings, WorkerSettings
 from triptych.errors import TriptychError
 from triptych.telemetry.logs import setup_logging
@@ -65,15 +66,21 @@ def up(
     repository: Annotated[Path | None, typer.Option(help="Triton model repository with its encoder")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="the router's port")] = None,
     http_port: Annotated[int | None, typer.Option(min=1, max=65535, help="the gateway's port [8080]")] = None,
+    traces: Annotated[
+        bool, typer.Option(envvar="TRIPTYCH_TRACES", help="keep the newest requests' spans for `triptych trace`")
+    ] = True,
 ) -> None:
     """Runs Triton, worker, router and gateway on this machine until Ctrl-C, or until one of them dies."""
     from triptych.commands.up import run
+    from triptych.telemetry.span_log import kept_spans
 
     _set_environment("TRIPTYCH_WORKER_MODEL_DIR", model)
     _set_environment("TRIPTYCH_TRITON_MODEL_REPOSITORY", repository)
     _set_environment("TRIPTYCH_ROUTER_PORT", port)
     _set_environment("TRIPTYCH_GATEWAY_PORT", http_port)
-    sys.exit(asyncio.run(run()))
+    with kept_spans(traces):
+        code = asyncio.run(run())
+    sys.exit(code)
 
 
 @app.command()
@@ -168,6 +175,11 @@ def serve_triton() -> None:
 
     setup_logging("triton")
     sys.exit(serve(TritonSettings()))
+
+
+app.add_typer(bench.app, name="bench")
+app.command()(status.status)
+app.command()(trace.trace)
 
 
 @app.command()
