@@ -205,9 +205,10 @@ addEventListener("keydown", (event) => {
 
 byId("new-chat", HTMLButtonElement).addEventListener("click", () => {
   running?.abort();
+  for (const picture of [...pending.take(), ...turns.flatMap((turn) => turn.pictures)])
+    URL.revokeObjectURL(picture.shown);
   turns = [];
   turnList.replaceChildren();
-  pending.take();
   notice.textContent = "";
   document.body.classList.remove("chatting");
   countRoom();

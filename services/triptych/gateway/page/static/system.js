@@ -66,7 +66,9 @@ export class SystemPanel {
 
   /** @param {SystemState} state */
   #draw({ ready, in_flight, worker, worker_known }) {
-    let words = ready ? "Ready: pictures and text are answered." : "Not ready: the router or a service behind it is missing.";
+    let words = ready
+      ? "Ready: pictures and text are answered."
+      : "Not ready: the router or a service behind it is missing.";
     if (!worker && worker_known) words = "The worker does not answer.";
     if (!worker && !worker_known) words += " The worker’s address is not known to this gateway.";
     say("system-state", words);
@@ -106,13 +108,21 @@ export class SystemPanel {
     const from = SAMPLES - this.samples.length;
     /** @param {(sample: {running: number, waiting: number}) => number} height */
     const area = (height) => {
-      const steps = this.samples.map((sample, index) => `L${from + index} ${y(height(sample))}L${from + index + 1} ${y(height(sample))}`);
+      const steps = this.samples.map(
+        (sample, index) => `L${from + index} ${y(height(sample))}L${from + index + 1} ${y(height(sample))}`,
+      );
       return `M${from} 24${steps.join("")}L${SAMPLES} 24Z`;
     };
     const y = (/** @type {number} */ count) => (24 - (23 * count) / top).toFixed(2);
     const history = byId("history", SVGElement);
-    history.querySelector(".waited")?.setAttribute("d", area(({ running, waiting }) => running + waiting));
-    history.querySelector(".ran")?.setAttribute("d", area(({ running }) => running));
+    history.querySelector(".waited")?.setAttribute(
+      "d",
+      area(({ running, waiting }) => running + waiting),
+    );
+    history.querySelector(".ran")?.setAttribute(
+      "d",
+      area(({ running }) => running),
+    );
     const most = Math.max(0, ...this.samples.map(({ running }) => running));
     history.setAttribute("aria-label", `Requests over the last minute: at most ${most} running at once.`);
   }

@@ -24,11 +24,8 @@ export class Turn {
     if (question) asked.append(make("p", {}, question));
     this.text = document.createTextNode("");
     this.waiting = make("span", { class: "panels", "aria-hidden": "true" }, make("i"), make("i"), make("i"));
-    this.answered = make(
-      "article",
-      { class: "answered", "aria-label": "Answer", "aria-busy": "true" },
-      make("p", { class: "text" }, this.text, this.waiting),
-    );
+    this.paragraph = make("p", { class: "text" }, this.text, this.waiting);
+    this.answered = make("article", { class: "answered", "aria-label": "Answer", "aria-busy": "true" }, this.paragraph);
     this.item = make("li", {}, asked, this.answered);
   }
 
@@ -88,6 +85,7 @@ export class Turn {
 
   #end() {
     this.waiting.remove();
+    if (!this.answer) this.paragraph.remove();
     this.answered.removeAttribute("aria-busy");
   }
 
