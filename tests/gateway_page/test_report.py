@@ -97,6 +97,13 @@ def test_the_trace_is_linked_to_jaeger(page: Page) -> None:
     assert (link.get_attribute("target"), link.get_attribute("rel")) == ("_blank", "noreferrer")
 
 
+def test_without_jaeger_the_command_that_shows_the_trace_is_named(page: Page, stub: StubGateway) -> None:
+    stub.answers.append(Scripted(report={**REPORT, "trace_id": None}))
+    page.ask("go")
+    page.wait_for_answer("in the middle")
+    assert facts(page)["Trace"] == "triptych trace request-1"
+
+
 def test_only_the_newest_report_is_open(page: Page) -> None:
     page.ask("one")
     page.wait(lambda: len(page.find_all(".report")) == 1, "the first report")

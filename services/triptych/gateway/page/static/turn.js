@@ -123,7 +123,7 @@ export class Turn {
       const link = { href: `${jaegerUrl}/trace/${encodeURIComponent(trace_id)}`, target: "_blank", rel: "noreferrer" };
       facts.append(make("dt", {}, "Trace"), make("dd", {}, make("a", link, "open in Jaeger")));
     } else if (request_id) {
-      facts.append(make("dt", {}, "Request"), make("dd", {}, make("code", {}, request_id)));
+      facts.append(make("dt", {}, "Trace"), make("dd", {}, make("code", {}, `triptych trace ${request_id}`)));
     }
     details.append(facts);
     this.answered.append(details);
