@@ -1,6 +1,8 @@
 """A real gateway over loopback HTTP with a fake router behind it."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +40,13 @@ def knobs() -> dict[str, Any]:
 
 @pytest.fixture
 async def rig(knobs: dict[str, Any]) -> AsyncIterator[Rig]:
+    async with running_rig(knobs) as rig:
+        yield rig
+
+
+@asynccontextmanager
+async def running_rig(knobs: dict[str, Any]) -> AsyncIterator[Rig]:
+    """Runs a gateway with a fake router; nothing may be left running in either."""
     fake = FakeRouter()
     async with running_router(fake) as address:
         settings = GatewaySettings(**{"router": address, **knobs})
@@ -45,4 +54,6 @@ async def rig(knobs: dict[str, Any]) -> AsyncIterator[Rig]:
             url = f"http://127.0.0.1:{port}"
             async with httpx2.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
                 yield Rig(fake, url, http)
-    assert fake.running == 0
+        async with asyncio.timeout(5):
+            while fake.running:
+                await asyncio.sleep(0.01)

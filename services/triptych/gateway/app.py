@@ -14,6 +14,7 @@ from triptych.config import GatewaySettings
 from triptych.errors import Cancelled, TriptychError
 from triptych.gateway import errors
 from triptych.gateway.completions import completions_router
+from triptych.gateway.document import describe
 from triptych.gateway.edge import Edge
 from triptych.gateway.gate import Gate
 from triptych.gateway.metrics import Metrics
@@ -57,6 +58,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.add_exception_handler(TriptychError, _triptych_error)
     app.add_middleware(Gate, settings=settings, metrics=metrics)
     app.add_middleware(Edge, metrics=metrics)
+    app.openapi = lambda: describe(app)  # type: ignore[method-assign]  # FastAPI's own way to change it.
     return app
 
 

@@ -17,6 +17,11 @@ CLIENT_CLOSED_REQUEST = 499
 
 _CONTEXT_EXCEEDED = "context_length_exceeded"
 _WHOLE_CALL_REASONS = ("CLIENT_DEADLINE", "STAGE_TIMEOUT")
+# What gRPC itself says of these is of no use to a client of ours.
+_WORDS = {
+    "SERVICE_UNAVAILABLE": "the router does not answer; try again later",
+    "STAGE_TIMEOUT": "the answer was not complete in time: request_timeout_s, or the request's own triptych.timeout_s",
+}
 
 ErrorType = Literal["invalid_request_error", "rate_limit_error", "timeout_error", "server_error"]
 
@@ -79,23 +84,21 @@ def overloaded(message: str) -> ApiError:
 
 def from_triptych(error: errors.TriptychError) -> ApiError:
     """Returns the HTTP form of an error of the router's; `code` is its reason in lower case."""
-    code = error.reason.lower()
+    code, message = error.reason.lower(), _WORDS.get(error.reason, error.message)
     if isinstance(error, errors.InvalidRequest):
         if error.reason == "PROMPT_TOO_LONG":
-            return ApiError(400, error.message, param="messages", code=_CONTEXT_EXCEEDED)
-        return ApiError(400, error.message, code=code)
+            return ApiError(400, message, param="messages", code=_CONTEXT_EXCEEDED)
+        return ApiError(400, message, code=code)
     if isinstance(error, errors.Overloaded):
-        return ApiError(
-            429, error.message, type="rate_limit_error", code=code, headers={"Retry-After": str(RETRY_AFTER_S)}
-        )
+        return ApiError(429, message, type="rate_limit_error", code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
     if isinstance(error, errors.Unavailable):
-        return ApiError(503, error.message, type="server_error", code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
+        return ApiError(503, message, type="server_error", code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
     if isinstance(error, errors.StageTimeout):
         whole_call = error.reason in _WHOLE_CALL_REASONS
-        return ApiError(408 if whole_call else 504, error.message, type="timeout_error", code=code)
+        return ApiError(408 if whole_call else 504, message, type="timeout_error", code=code)
     if isinstance(error, errors.Cancelled):
-        return ApiError(CLIENT_CLOSED_REQUEST, error.message, code=code)
-    return ApiError(500, error.message, type="server_error", code=code)
+        return ApiError(CLIENT_CLOSED_REQUEST, message, code=code)
+    return ApiError(500, message, type="server_error", code=code)
 
 
 def from_http(error: HTTPException, method: str, path: str) -> ApiError:

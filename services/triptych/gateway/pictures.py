@@ -1,12 +1,15 @@
 """Pictures that a request names by URL: fetched only from hosts that the operator named."""
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping
 
 import httpx2
 
 from triptych.config import GatewaySettings
 from triptych.gateway.errors import ApiError
+
+log = logging.getLogger(__name__)
 
 
 class PictureFetcher:
@@ -72,7 +75,8 @@ class PictureFetcher:
         except TimeoutError:
             raise _failed(f"did not come within image_timeout_s={self._timeout_s:g}") from None
         except httpx2.HTTPError as error:
-            raise _failed(f"could not be fetched ({type(error).__name__})") from None
+            log.info("a picture could not be fetched: %s", type(error).__name__)
+            raise _failed("could not be fetched") from None
         return bytes(data)
 
 

@@ -193,5 +193,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def stream_response(model: type[BaseModel], what: str) -> dict[int | str, dict[str, Any]]:
     """Returns FastAPI's description of a reply that is JSON, or server-sent events with `stream`."""
-    stream = {"schema": {"type": "string", "description": f"events of {what}, then [DONE]; an error is an event, too"}}
+    told = f"a {what} as JSON, or {{error}}, or [DONE] at the end"
+    event = {"type": "object", "properties": {"data": {"type": "string", "description": told}}, "required": ["data"]}
+    stream = {"schema": event}
     return {200: {"model": model, "content": {"text/event-stream": stream}}}

@@ -5,10 +5,18 @@ Unknown members are refused, as OpenAI's own server does. Everything that is our
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 MAX_INT32 = 2**31 - 1
 INT64 = 2**63
+
+Schema = dict[str, JsonValue]
+
+
+def _only(*values: JsonValue) -> Schema:
+    """Documents which values are supported; others pass validation and are refused by name in translate.py."""
+    return {"enum": list(values)}
+
 
 Resolution = Literal["high", "medium", "low", "thumbnail"]
 
@@ -25,17 +33,33 @@ class Open(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
+def _well_formed(value: str) -> str:
+    # JSON can say half a surrogate pair; no text can hold one.
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError("holds half a surrogate pair, which is no character") from None
+    return value
+
+
+Text = Annotated[str, AfterValidator(_well_formed)]
+
+
 class TextPart(Closed):
     """A piece of text."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ImageUrl(Closed):
     """A picture and how closely to look at it."""
 
-    url: str = Field(description="a data: URL, or https where the gateway's knob image_hosts allows the host")
+    url: Text = Field(
+        description="a data: URL, or https where the gateway's knob image_hosts allows the host",
+        json_schema_extra={"pattern": "^(data:|https://)"},
+    )
     detail: Literal["auto", "low", "high"] | None = Field(None, description="auto, the default, is high")
 
 
@@ -60,14 +84,14 @@ def _as_list(value: object) -> object:
 Content = Annotated[
     list[Part], Field(min_length=1), BeforeValidator(_as_parts, json_schema_input_type=str | list[Part])
 ]
-StopString = Annotated[str, Field(min_length=1, max_length=256)]
+StopString = Annotated[Text, Field(min_length=1, max_length=256)]
 Stop = Annotated[
     list[StopString],
     Field(max_length=16),
     BeforeValidator(_as_list, json_schema_input_type=StopString | Annotated[list[StopString], Field(max_length=16)]),
 ]
 Prompts = Annotated[
-    list[str],
+    list[Text],
     Field(min_length=1, max_length=128),
     BeforeValidator(_as_list, json_schema_input_type=str | Annotated[list[str], Field(min_length=1, max_length=128)]),
 ]
@@ -98,7 +122,7 @@ class StreamOptions(Closed):
 class ResponseFormat(Open):
     """Only text is produced."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema"] = Field(json_schema_extra=_only("text"))
 
 
 class Options(Closed):
@@ -106,7 +130,7 @@ class Options(Closed):
 
     priority: Literal["interactive", "standard", "economy"] | None = Field(None, description="scheduling class")
     resolution: Resolution | None = Field(None, description="of every picture, whatever its `detail` says")
-    cache_salt: str | None = Field(None, max_length=64, description="requests with different salts share no cache")
+    cache_salt: Text | None = Field(None, max_length=64, description="requests with different salts share no cache")
     degrade: bool | None = Field(
         None, description="true, the default: rather a text-only answer than an error when the encoder is late"
     )
@@ -122,7 +146,7 @@ class Options(Closed):
 class SamplingRequest(Closed):
     """What both kinds of completion have in common."""
 
-    model: str = Field(min_length=1, description="a name that GET /v1/models lists")
+    model: Text = Field(min_length=1, description="a name that GET /v1/models lists")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
@@ -131,9 +155,15 @@ class SamplingRequest(Closed):
     n: int | None = Field(None, ge=1, le=128, description="answers wanted; the gateway's knob max_choices limits it")
     stop: Stop | None = Field(None, description="the answer ends before the first of these")
     seed: int | None = Field(None, ge=-INT64, lt=INT64, description="makes sampling repeatable")
-    presence_penalty: float | None = Field(None, ge=-2, le=2, description="not supported: refused unless 0")
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, description="not supported: refused unless 0")
-    logit_bias: dict[str, float] | None = Field(None, description="not supported: refused unless empty")
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description="not supported: refused unless 0", json_schema_extra=_only(0, None)
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="not supported: refused unless 0", json_schema_extra=_only(0, None)
+    )
+    logit_bias: dict[str, float] | None = Field(
+        None, description="not supported: refused unless empty", json_schema_extra=_only({}, None)
+    )
     user: str | None = Field(None, description="accepted and ignored")
     triptych: Options | None = None
 
@@ -146,15 +176,23 @@ class ChatCompletionRequest(SamplingRequest):
     logprobs: bool | None = Field(None, description="reports how likely each token was")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="needs logprobs")
     response_format: ResponseFormat | None = Field(None, description="anything but text is refused")
-    tools: list[JsonValue] | None = Field(None, description="not supported: refused unless empty")
-    tool_choice: JsonValue = Field(None, description="accepted: none, auto")
+    tools: list[JsonValue] | None = Field(
+        None, description="not supported: refused unless empty", json_schema_extra=_only([], None)
+    )
+    tool_choice: JsonValue = Field(None, json_schema_extra=_only("none", "auto", None))
     parallel_tool_calls: bool | None = Field(None, description="accepted and ignored")
-    functions: list[JsonValue] | None = Field(None, description="not supported: refused unless empty")
-    function_call: JsonValue = Field(None, description="accepted: none, auto")
-    modalities: list[Literal["text", "audio"]] | None = Field(None, description="anything but text is refused")
-    audio: JsonValue = Field(None, description="not supported: refused unless null")
+    functions: list[JsonValue] | None = Field(
+        None, description="not supported: refused unless empty", json_schema_extra=_only([], None)
+    )
+    function_call: JsonValue = Field(None, json_schema_extra=_only("none", "auto", None))
+    modalities: list[Literal["text", "audio"]] | None = Field(
+        None, description="anything but text is refused", json_schema_extra=_only(["text"], None)
+    )
+    audio: JsonValue = Field(None, description="not supported: refused unless null", json_schema_extra=_only(None))
     prediction: JsonValue = Field(None, description="accepted and ignored: a hint for speed")
-    web_search_options: JsonValue = Field(None, description="not supported: refused unless null")
+    web_search_options: JsonValue = Field(
+        None, description="not supported: refused unless null", json_schema_extra=_only(None)
+    )
     metadata: dict[str, JsonValue] | None = Field(None, description="accepted and ignored")
     store: bool | None = Field(None, description="accepted and ignored: nothing is ever stored")
     service_tier: str | None = Field(None, description="accepted and ignored")
@@ -170,6 +208,10 @@ class CompletionRequest(SamplingRequest):
 
     prompt: Prompts = Field(description="one text or several; arrays of tokens are refused")
     best_of: int | None = Field(None, ge=1, le=128, description="refused unless equal to n")
-    echo: bool | None = Field(None, description="not supported: refused unless false")
-    suffix: str | None = Field(None, description="not supported: refused unless empty")
+    echo: bool | None = Field(
+        None, description="not supported: refused unless false", json_schema_extra=_only(False, None)
+    )
+    suffix: str | None = Field(
+        None, description="not supported: refused unless empty", json_schema_extra=_only("", None)
+    )
     logprobs: int | None = Field(None, ge=0, le=20, description="reports this many likely tokens beside each")
