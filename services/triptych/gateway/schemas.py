@@ -100,6 +100,15 @@ Prompts = Annotated[
 class Message(Closed):
     """One turn of the dialogue; the last must be the user's."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+            ]
+        }
+    )
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Content | None = Field(None, description="text, or text and pictures in order; null only for assistant")
     name: str | None = Field(None, description="accepted and ignored")
