@@ -49,6 +49,14 @@ async def test_all_servers_get_the_same_requests_and_take_turns_to_begin() -> No
     assert one.ratio_to_first == {} and two.ratio_to_first["ttft_p50_s"].median == pytest.approx(1, rel=0.5)
 
 
+async def test_servers_that_share_caches_can_be_given_requests_of_their_own() -> None:
+    first, second = Simulated(name="first"), Simulated(name="second")
+    plan = replace(PLAN, own_content=True, shape=replace(SHAPE, prompt_tokens=16))
+    await run_benchmark(plan, [first, second])
+    assert len(first.asks) == len(second.asks)
+    assert not set(first.asks) & set(second.asks)
+
+
 async def test_no_two_rounds_share_a_request() -> None:
     server = Simulated()
     await run_benchmark(PLAN, [server])

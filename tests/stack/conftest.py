@@ -45,7 +45,7 @@ class Up:
 
 
 def environment_of(settings: StackSettings) -> dict[str, str]:
-    """Returns this process's environment with the ports of `settings`."""
+    """Returns this process's environment with the ports of `settings`; nothing is kept in the user's cache folder."""
     ports = {
         "TRIPTYCH_TRITON_GRPC_PORT": settings.triton.grpc_port,
         "TRIPTYCH_TRITON_HTTP_PORT": settings.triton.http_port,
@@ -55,7 +55,7 @@ def environment_of(settings: StackSettings) -> dict[str, str]:
     }
     if settings.gateway is not None:
         ports["TRIPTYCH_GATEWAY_PORT"] = settings.gateway.port
-    return {**os.environ, **{name: str(port) for name, port in ports.items()}}
+    return {**os.environ, "TRIPTYCH_TRACES": "0", **{name: str(port) for name, port in ports.items()}}
 
 
 def start_up(environment: dict[str, str]) -> Up:

@@ -33,10 +33,10 @@ def test_rows_have_depth_start_and_duration_and_come_parents_first() -> None:
 
 def test_the_drawing_shows_bars_counts_and_failures() -> None:
     console = Console(width=140, record=True, file=io.StringIO())
-    console.print(waterfall_of(SPANS, bar_width=20))
+    console.print(waterfall_of(SPANS, width=80))
     lines = console.export_text().splitlines()
     assert len(lines) == 4
-    assert "█" * 20 in lines[1]
+    assert "█" * 20 in lines[1] and all(len(line) <= 80 for line in lines)
     assert "ENCODE_TIMEOUT" in lines[2] and "7 tokens" in lines[3]
     assert lines[2].index("█") < lines[3].index("█")
 

@@ -26,6 +26,7 @@ from triptych.bench.report import (
 )
 from triptych.bench.scenarios import Shape, make_arrivals
 from triptych.bench.targets.target import Target
+from triptych.bench.workload import Arrival
 
 PROBE_GRACE_S = 30.0
 """How long a goodput probe may run past its arrivals before what is unfinished counts as failed."""
@@ -67,6 +68,8 @@ class Plan:
         repeats: Rounds per server, at least one.
         warmup: Conversations per server before the first round, not counted.
         seed: Equal seeds send equal requests.
+        own_content: Gives each server requests of its own, equal in size, where they share caches (the gateway and the
+            router of one stack, say).
         goodput: None: not searched.
     """
 
@@ -77,6 +80,7 @@ class Plan:
     repeats: int = 3
     warmup: int = 2
     seed: int = 0
+    own_content: bool = False
     goodput: GoodputPlan | None = None
 
 
@@ -120,9 +124,14 @@ def derive_seed(seed: int, *names: str | int) -> int:
     return int(np.random.SeedSequence([seed, *words]).generate_state(1)[0])
 
 
+def _arrivals(plan: Plan, scenario: str, count: int, target: Target, *names: str | int) -> list[Arrival]:
+    own = (target.name,) if plan.own_content else ()
+    return make_arrivals(scenario, plan.shape, count, derive_seed(plan.seed, scenario, *names, *own))
+
+
 async def _warm_up(plan: Plan, scenario: str, targets: Sequence[Target], progress: Progress) -> None:
-    arrivals = make_arrivals(scenario, plan.shape, plan.warmup, derive_seed(plan.seed, scenario, "warm-up"))
     for target in targets:
+        arrivals = _arrivals(plan, scenario, plan.warmup, target, "warm-up")
         progress(f"{scenario}: {target.name}, warm-up")
         await run_round(target, arrivals, Concurrency(plan.warmup), plan.shape.output_tokens)
 
@@ -133,10 +142,10 @@ async def _measure(
     rounds: dict[str, list[RoundReport]] = {target.name: [] for target in targets}
     for number in range(plan.repeats):
         seed = derive_seed(plan.seed, scenario, number)
-        arrivals = make_arrivals(scenario, plan.shape, plan.requests, seed)
         turn = number % len(targets)
         for target in [*targets[turn:], *targets[:turn]]:
             progress(f"{scenario}: {target.name}, round {number + 1} of {plan.repeats}, {plan.pacing}")
+            arrivals = _arrivals(plan, scenario, plan.requests, target, number)
             outcome = await run_round(target, arrivals, plan.pacing, plan.shape.output_tokens, seed)
             rounds[target.name].append(report_round(outcome, seed))
     return rounds
@@ -159,7 +168,7 @@ async def _search(
             progress(f"{scenario}: {target.name}, goodput probe {number + 1}, {rate:.3g}/s")
             # Other content each time, or caches would help; the same pattern of arrivals, or chance would decide.
             count = max(MIN_PROBE_REQUESTS, round(rate * wanted.probe_s))
-            arrivals = make_arrivals(scenario, plan.shape, count, derive_seed(plan.seed, scenario, "probe", number))
+            arrivals = _arrivals(plan, scenario, count, target, "probe", number)
             deadline_s = count / rate * 1.5 + PROBE_GRACE_S
             outcome = await run_round(
                 target, arrivals, Rate(rate), plan.shape.output_tokens, plan.seed, deadline_s=deadline_s

@@ -49,6 +49,9 @@ def serve(
     repeats: Annotated[int, typer.Option(min=1, help="rounds per server")] = 3,
     warmup: Annotated[int, typer.Option(min=0, help="conversations per server that are not counted")] = 2,
     seed: Annotated[int, typer.Option(min=0, help="equal seeds send equal requests")] = 0,
+    own_content: Annotated[
+        bool, typer.Option("--own-content", help="requests of its own for each server, where they share caches")
+    ] = False,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="words of text per turn, about a token each")] = 128,
     output_tokens: Annotated[int, typer.Option(min=1, help="tokens per answer")] = 64,
     picture_side: Annotated[int, typer.Option(min=8, help="pixels per side")] = 512,
@@ -98,6 +101,7 @@ def serve(
         repeats=repeats,
         warmup=warmup,
         seed=seed,
+        own_content=own_content,
         goodput=goodput,
     )
     http = {"model": model, "dialect": dialect, "api_key": api_key, "extra_body": _json_object(extra_body)}

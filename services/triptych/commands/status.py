@@ -87,7 +87,9 @@ def table_of(services: list[Service]) -> "Table":
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("service", "state", "version", "now")
+    table = Table()
+    for heading in ("service", "state", "version", "now"):
+        table.add_column(heading, overflow="fold")
     for service in services:
         facts = [f"{name.replace('_', ' ')} {_in_words(value)}" for name, value in service.facts.items()]
         state = "[green]serving[/]" if service.serving else "[bold red]not serving[/]"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from triptych.telemetry.span_store import Span
 
 WAIT_S = 3.0
-"""Services send their spans about a second after they ended."""
+"""Services send their spans about a second after they ended, Triton within two."""
 
 POLL_S = 0.2
 
@@ -44,31 +44,26 @@ def trace(
         return
     console = Console()
     console.print(f"request [bold]{request_id}[/], trace {spans[0].trace_id}", highlight=False, soft_wrap=True)
-    console.print(waterfall_of(spans, bar_width=max(10, min(60, console.width - 60))))
+    console.print(waterfall_of(spans, console.width))
 
 
 def find(log: "SpanLog", name: str, wait_s: float = WAIT_S) -> "list[Span]":
-    """Returns a request's spans, waiting up to `wait_s` for the first to arrive and for no more to come.
+    """Returns a request's spans, waiting up to `wait_s` for those that are still under way.
 
     An empty name is the newest request. Raises InvalidRequest (TRACE_UNKNOWN) when there is none.
     """
     from triptych.errors import InvalidRequest
+    from triptych.telemetry.span_log import MAX_TRACES_PER_S
 
     deadline_s = time.monotonic() + wait_s
-    spans: list[Span] = []
-    while True:
-        newer = _look(log, name)
-        if newer and (len(newer) == len(spans) or _is_old(newer)):
-            return newer
-        spans = newer
-        if time.monotonic() >= deadline_s:
-            break
+    while not (is_complete(spans := _look(log, name)) or _is_old(spans)) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
     if spans:
         return spans
     what = f"no request {name!r} is known here" if name else "no request is known here"
     raise InvalidRequest(
-        f"{what}: spans are kept by `triptych up` without --no-traces and without OTEL_* variables, the newest only",
+        f"{what}: `triptych up` keeps the newest, at most {MAX_TRACES_PER_S} a second, unless --no-traces or an OTEL_* "
+        "variable is set",
         reason="TRACE_UNKNOWN",
     )
 
@@ -83,5 +78,15 @@ def _look(log: "SpanLog", name: str) -> "list[Span]":
     return log.trace(name)
 
 
+def is_complete(spans: "list[Span]") -> bool:
+    """Tells whether a trace has its root and something of every service that worked for it, and nothing is cut off."""
+    from triptych.telemetry.span_tree import roots_of
+
+    services = {span.service for span in spans}
+    needed = {"router", "worker"} | ({"triton"} if any(span.name == "router.encode" for span in spans) else set())
+    return services >= needed and [root.parent_id for root in roots_of(spans)] == [""]
+
+
 def _is_old(spans: "list[Span]") -> bool:
-    return time.time_ns() - max(span.end_ns for span in spans) > WAIT_S * 1e9
+    """Tells whether nothing more is to be expected."""
+    return bool(spans) and time.time_ns() - max(span.end_ns for span in spans) > WAIT_S * 1e9

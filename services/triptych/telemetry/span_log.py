@@ -15,12 +15,16 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Self
 
+from triptych.telemetry.sampling import TRACES_PER_S
 from triptych.telemetry.span_store import Span, SpanReceiver
 
 log = logging.getLogger(__name__)
 
 MAX_SPANS = 50_000
 """About 4,000 requests and 20 MB."""
+
+MAX_TRACES_PER_S = 10
+"""Bounds what keeping spans costs a busy service; a person's requests are all kept."""
 
 EXPORT_DELAY_MS = 1000
 """How long services gather spans before they send them."""
@@ -145,7 +149,7 @@ def kept_spans(wanted: bool = True) -> Iterator[SpanLog | None]:
         yield None
         return
     with spans, SpanReceiver(spans) as receiver:
-        variables = receiver.environment(EXPORT_DELAY_MS)
+        variables = {**receiver.environment(EXPORT_DELAY_MS), TRACES_PER_S: str(MAX_TRACES_PER_S)}
         os.environ.update(variables)
         try:
             yield spans

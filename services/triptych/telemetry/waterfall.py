@@ -9,7 +9,12 @@ from rich.text import Text
 from triptych.telemetry.span_store import Span
 from triptych.telemetry.span_tree import walk
 
-BAR_WIDTH = 40
+WIDTH = 100
+MIN_BAR_WIDTH = 20
+MAX_BAR_WIDTH = 60
+
+_NUMBERS_WIDTH = 28
+"""What the columns of numbers and the space between columns take."""
 
 _COLOURS = {"gateway": "blue", "router": "cyan", "triton": "green", "worker": "magenta"}
 _TOLD = (
@@ -38,21 +43,22 @@ def waterfall_rows(spans: Sequence[Span]) -> list[dict[str, Any]]:
     ]
 
 
-def waterfall_of(spans: Sequence[Span], bar_width: int = BAR_WIDTH) -> Table:
-    """Returns a drawing of the trace: a bar per span, over the time of the whole trace."""
+def waterfall_of(spans: Sequence[Span], width: int = WIDTH) -> Table:
+    """Returns a drawing of the trace, `width` columns wide: a bar per span, over the time of the whole trace."""
     rows = waterfall_rows(spans)
     total_ms = max((row["start_ms"] + row["duration_ms"] for row in rows), default=0.0)
-    table = Table(box=None, padding=(0, 1), show_header=True, header_style="dim")
-    table.add_column("span")
+    names = [Text("  " * row["depth"] + row["name"], style=_colour_of(row)) for row in rows]
+    told = [_told(row["attributes"]) for row in rows]
+    taken = sum(max((len(text) for text in column), default=0) for column in (names, told)) + _NUMBERS_WIDTH
+    bar_width = max(MIN_BAR_WIDTH, min(MAX_BAR_WIDTH, width - taken))
+    table = Table("span", box=None, padding=(0, 1), header_style="dim")
     table.add_column(f"0 to {total_ms:.1f} ms", width=bar_width, no_wrap=True)
     table.add_column("start ms", justify="right")
     table.add_column("ms", justify="right")
     table.add_column("")
-    for row in rows:
-        colour = _COLOURS.get(row["service"], "white")
-        name = Text("  " * row["depth"] + row["name"], style=colour, no_wrap=True)
-        bar = Text(bar_of(row["start_ms"], row["duration_ms"], total_ms, bar_width), style=colour)
-        table.add_row(name, bar, f"{row['start_ms']:.1f}", f"{row['duration_ms']:.1f}", _told(row["attributes"]))
+    for row, name, words in zip(rows, names, told, strict=True):
+        bar = Text(bar_of(row["start_ms"], row["duration_ms"], total_ms, bar_width), style=_colour_of(row))
+        table.add_row(name, bar, f"{row['start_ms']:.1f}", f"{row['duration_ms']:.1f}", words)
     return table
 
 
@@ -63,6 +69,10 @@ def bar_of(start_ms: float, duration_ms: float, total_ms: float, width: int) -> 
     first = min(width - 1, int(start_ms / total_ms * width))
     last = max(first + 1, min(width, round((start_ms + duration_ms) / total_ms * width)))
     return " " * first + "█" * (last - first)
+
+
+def _colour_of(row: dict[str, Any]) -> str:
+    return _COLOURS.get(row["service"], "white")
 
 
 def _told(attributes: dict[str, str]) -> Text:

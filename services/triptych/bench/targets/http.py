@@ -15,6 +15,9 @@ from triptych.bench.workload import Ask, Message
 from triptych.errors import Unavailable
 
 PREPARE_TIMEOUT_S = 10.0
+KEEPALIVE_S = 1.0
+"""How long an idle connection is used again: less than any server keeps it, or a request would meet its closing."""
+
 _JPEG = b"\xff\xd8"
 
 
@@ -48,7 +51,9 @@ class HttpTarget:
     async def prepare(self) -> None:
         """Asks for the list of models, whose first is used unless one was named. Raises Unavailable."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self._headers)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S), headers=self._headers
+            )
         try:
             timeout = aiohttp.ClientTimeout(total=PREPARE_TIMEOUT_S)
             async with self._session.get(f"{self._url}/models", timeout=timeout) as response:
