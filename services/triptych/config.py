@@ -148,6 +148,11 @@ class GatewaySettings(BaseSettings):
     max_inflight: int = Field(
         512, ge=1, description="most /v1 requests at once; one more is refused (429) before its body is read"
     )
+    max_inflight_body_bytes: int = Field(
+        512 << 20,
+        ge=1 << 10,
+        description="most bytes of request bodies held together (429); never less than one largest body",
+    )
     request_timeout_s: float = Field(
         300.0, gt=0, description="deadline of a generation; a request's own `triptych.timeout_s` may only shorten it"
     )

@@ -126,6 +126,18 @@ async def one_too_many(rig: Rig) -> httpx2.Response:
         await asyncio.gather(waiting, return_exceptions=True)
 
 
+async def one_body_too_many(rig: Rig) -> httpx2.Response:
+    padding = " " * 700
+    waiting = asyncio.create_task(rig.chat(user=padding))
+    while not rig.router.running:
+        await asyncio.sleep(0.01)
+    try:
+        return await rig.chat(user=padding)
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
 async def with_wrong_key(rig: Rig) -> httpx2.Response:
     return await rig.chat(headers={"Authorization": "Bearer wrong"})
 
@@ -173,6 +185,7 @@ CASES = [
     Case("the declared body is too large", 413, "request_too_large", raw(b" " * 2048), {"max_body_bytes": 1024}),
     Case("a body of unknown length is too large", 413, "request_too_large", unfinished(b" " * 4096), {"max_body_bytes": 1024}),
     Case("too many requests in the gateway", 429, "overloaded", one_too_many, {"max_inflight": 1}, slow),
+    Case("too many bytes in the gateway", 429, "overloaded", one_body_too_many, {"max_inflight_body_bytes": 1024, "max_body_bytes": 1024}, slow),
     Case("too many requests behind it", 429, "overloaded", chat(), {}, refusing(errors.Overloaded("max_inflight=256 requests are in flight; try again later"))),
     Case("a fault behind the gateway", 500, "internal", chat(), {}, refusing(errors.TriptychError("internal error (KeyError); the service's log has the details"))),
     Case("no router", 503, "service_unavailable", chat(), NOWHERE),

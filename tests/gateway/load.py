@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +30,9 @@ from triptych.processes import free_ports
 from triptych.rpc.channel import open_channel
 from triptych.v1 import generation_pb2, inference_pb2
 from triptych.v1.inference_pb2_grpc import InferenceServiceStub
+
+RAMP_S = 2.0
+"""Seconds over which streams start; what is said meanwhile is not measured."""
 
 PICTURE = base64.b64encode(bytes(range(256)) * 200).decode()
 
@@ -124,6 +127,7 @@ def processes() -> Iterator[Pair]:
                 yield Pair(address, port, psutil.Process(gateway.pid))
             finally:
                 gateway.send_signal(signal.SIGTERM)
+                gateway.wait(20)
                 router.send_signal(signal.SIGTERM)
 
 
@@ -133,17 +137,16 @@ async def measure_streams(streams: int, tokens: int, pace_s: float) -> StreamsRe
         await _ready(pair)
         async with open_channel(pair.router) as channel:
             stub = InferenceServiceStub(channel)
-            direct, missing = await _gather(_direct(stub, tokens, pace_s) for _ in range(streams))
-        await _gather(_streamed(pair.port, 2, pace_s) for _ in range(streams))  # Warms the gateway up.
+            direct = await _together(streams, tokens, lambda: _direct(stub, tokens, pace_s))
         cpu = pair.gateway.cpu_times()
-        through, lost = await _gather(_streamed(pair.port, tokens, pace_s) for _ in range(streams))
+        through = await _together(streams, tokens, lambda: _streamed(pair.port, tokens, pace_s))
         after = pair.gateway.cpu_times()
     spent_s = after.user + after.system - cpu.user - cpu.system
-    plain, gated = Latencies.of(direct), Latencies.of(through)
+    plain, gated = Latencies.of(direct.delays), Latencies.of(through.delays)
     return StreamsReport(
         streams=streams,
         tokens=streams * tokens,
-        lost_events=missing + lost,
+        lost_events=direct.lost + through.lost,
         direct=plain,
         through_gateway=gated,
         added_p50_s=gated.p50_s - plain.p50_s,
@@ -180,12 +183,28 @@ async def _ready(pair: Pair) -> None:
             await asyncio.sleep(0.1)
 
 
-async def _gather(streams: Any) -> tuple[list[float], int]:
-    results = await asyncio.gather(*streams)
-    return [delay for delays, _ in results for delay in delays], sum(lost for _, lost in results)
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What a number of streams together heard, once all of them ran."""
+
+    delays: list[float]
+    lost: int
 
 
-async def _direct(stub: Any, tokens: int, pace_s: float) -> tuple[list[float], int]:
+async def _together(streams: int, tokens: int, stream: Callable[[], Coroutine[Any, Any, "Heard"]]) -> _Load:
+    """Starts streams one after the other over RAMP_S, so that they do not all speak in the same moment."""
+    settled_s = time.monotonic() + RAMP_S
+
+    async def later(delay_s: float) -> Heard:
+        await asyncio.sleep(delay_s)
+        return await stream()
+
+    heard = await asyncio.gather(*(later(index * RAMP_S / streams) for index in range(streams)))
+    delays = [delay for each in heard for said_s, delay in each.delays if said_s > settled_s]
+    return _Load(delays, sum(each.lost(tokens) for each in heard))
+
+
+async def _direct(stub: Any, tokens: int, pace_s: float) -> "Heard":
     request = inference_pb2.GenerateRequest(cache_salt=str(pace_s))
     request.stopping.max_tokens = tokens
     request.messages.add(role=inference_pb2.ROLE_USER).parts.add(text="go")
@@ -193,39 +212,46 @@ async def _direct(stub: Any, tokens: int, pace_s: float) -> tuple[list[float], i
     async for event in stub.Generate(request):
         if event.HasField("chunk"):
             heard.hear(event.chunk.text)
-    return heard.delays, heard.lost(tokens)
+        heard.ended = event.HasField("finished")
+    return heard
 
 
-async def _streamed(port: int, tokens: int, pace_s: float) -> tuple[list[float], int]:
+async def _streamed(port: int, tokens: int, pace_s: float) -> "Heard":
     body = _body("go", stream=True, max_tokens=tokens, triptych={"cache_salt": str(pace_s)})
-    heard, done = Heard(), False
+    heard = Heard()
     reader, writer = await _post(port, body)
     async for line in reader:
         if line.startswith(b"data: {"):
             for choice in json.loads(line[6:])["choices"]:
                 if choice["delta"].get("content"):
                     heard.hear(choice["delta"]["content"])
-        done = done or line.startswith(b"data: [DONE]")
+        heard.ended = heard.ended or line.startswith(b"data: [DONE]")
     writer.close()
-    return heard.delays, heard.lost(tokens) + (not done)
+    return heard
 
 
 class Heard:
-    """The words of one stream as they arrive."""
+    """The words of one stream as they arrive.
+
+    Attributes:
+        delays: Per word, when it was said and how many seconds later it was heard.
+        ended: Whether the stream said that it ended.
+    """
 
     def __init__(self) -> None:
-        self.delays: list[float] = []
+        self.delays: list[tuple[float, float]] = []
+        self.ended = False
         self._misplaced = 0
 
     def hear(self, text: str) -> None:
         """Takes a word: its number and when it was said."""
         number, said_s = text.split()
         self._misplaced += int(number) != len(self.delays)
-        self.delays.append(time.monotonic() - float(said_s))
+        self.delays.append((float(said_s), time.monotonic() - float(said_s)))
 
     def lost(self, tokens: int) -> int:
-        """Returns how many words of a stream are missing or out of order."""
-        return self._misplaced + abs(tokens - len(self.delays))
+        """Returns how many events of a stream are missing or out of order."""
+        return self._misplaced + abs(tokens - len(self.delays)) + (not self.ended)
 
 
 async def _short(port: int, number: int) -> bool:

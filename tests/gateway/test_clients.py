@@ -12,6 +12,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.stack.conftest import Up, load_of, noise_png, wait_idle
 from triptych.demo import ANSWER, PICTURE, QUESTION
+from triptych.telemetry.span_store import SpanReceiver
+from triptych.telemetry.span_tree import roots_of
 
 pytestmark = pytest.mark.integration
 
@@ -261,6 +263,22 @@ def test_several_threads_share_a_client(client: openai.OpenAI) -> None:
     for thread in threads:
         thread.join()
     assert len(answers) == 8
+
+
+async def test_the_trace_begins_at_the_gateway(aclient: openai.AsyncOpenAI, receiver: SpanReceiver) -> None:
+    reply = await aclient.chat.completions.create(
+        model="demo", messages=ask(noise_png(33_000, 64), "what is it?"), max_tokens=3
+    )
+    trace_id = report_of(reply)["trace_id"]
+    async with asyncio.timeout(30):
+        while not {"gateway", "router", "triton", "worker"} <= {s.service for s in receiver.store.trace(trace_id)}:
+            await asyncio.sleep(0.2)
+    spans = receiver.store.trace(trace_id)
+    assert [(root.name, root.service) for root in roots_of(spans)] == [("gateway.request", "gateway")]
+    root = roots_of(spans)[0]
+    assert next(span for span in spans if span.name == "router.generate").parent_id == root.span_id
+    assert root.attributes["http.route"] == "/v1/chat/completions"
+    assert root.attributes["http.response.status_code"] == "200"
 
 
 @pytest.mark.trained

@@ -40,6 +40,7 @@ class Gate:
         self._settings = settings
         self._keys = Keys(settings.api_keys.get_secret_value() if settings.api_keys else None)
         self._metrics = metrics
+        self._bodies = BodyBytes(max(settings.max_inflight_body_bytes, settings.max_body_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request, or answers 401, 413 or 429."""
@@ -51,7 +52,7 @@ class Gate:
             scope["triptych"].tenant = self._keys.tenant_of(headers)
             if self._metrics.inside >= self._settings.max_inflight:
                 raise overloaded(f"max_inflight={self._settings.max_inflight} requests are in flight; try again later")
-            limited = BodyLimits(receive, headers, self._settings)
+            limited = LimitedBody(receive, headers, self._settings, self._bodies)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
@@ -60,22 +61,43 @@ class Gate:
             await self._app(scope, limited, send)
         finally:
             self._metrics.inside -= 1
+            limited.release()
 
 
-class BodyLimits:
-    """A request's `receive` that refuses too many bytes (413) and too slow ones (408)."""
+class BodyBytes:
+    """Bytes of all bodies in flight: one lives as long as its request. Used from one event loop only."""
 
-    def __init__(self, receive: Receive, headers: Headers, settings: GatewaySettings) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+
+    def take(self, size: int) -> None:
+        """Books bytes. Raises ApiError (429) when there is no room."""
+        if self._taken + size > self._limit:
+            raise overloaded(f"bodies in flight would exceed max_inflight_body_bytes={self._limit}; try again later")
+        self._taken += size
+
+    def give_back(self, size: int) -> None:
+        """Books them out."""
+        self._taken -= size
+
+
+class LimitedBody:
+    """A request's `receive` that refuses too many bytes (413, 429) and too slow ones (408)."""
+
+    def __init__(self, receive: Receive, headers: Headers, settings: GatewaySettings, bodies: BodyBytes) -> None:
         """Raises ApiError at once when the declared length is too much."""
         self._receive = receive
         self._max_bytes = settings.max_body_bytes
         self._timeout_s = settings.body_timeout_s
         self._deadline_s = time.monotonic() + settings.body_timeout_s
-        self._taken = 0
+        self._bodies = bodies
+        self._booked = 0
+        self._came = 0
         self._complete = False
         declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._max_bytes:
-            raise self._too_large()
+        if declared.isdecimal():
+            self._book(int(declared))
 
     async def __call__(self) -> Message:
         """Returns the next message. Raises ApiError."""
@@ -93,16 +115,25 @@ class BodyLimits:
                 headers={"Connection": "close"},
             ) from None
         if message["type"] == "http.request":
-            self._taken += len(message.get("body", b""))
-            if self._taken > self._max_bytes:
-                raise self._too_large()
+            self._came += len(message.get("body", b""))
+            self._book(self._came)
             self._complete = not message.get("more_body", False)
         return message
 
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413,
-            f"the body is larger than max_body_bytes={self._max_bytes}",
-            code="request_too_large",
-            headers={"Connection": "close"},
-        )
+    def release(self) -> None:
+        """Books the body out; the request has ended."""
+        self._bodies.give_back(self._booked)
+        self._booked = 0
+
+    def _book(self, size: int) -> None:
+        """Books as much as is known of the body's size. Raises ApiError."""
+        if size > self._max_bytes:
+            raise ApiError(
+                413,
+                f"the body is larger than max_body_bytes={self._max_bytes}",
+                code="request_too_large",
+                headers={"Connection": "close"},
+            )
+        if size > self._booked:
+            self._bodies.take(size - self._booked)
+            self._booked = size

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 STOP_GRACE_S = 5
 """Seconds that running requests get to finish when the gateway is told to stop."""
 BACKLOG = 2048
+KEEP_ALIVE_S = 75
+"""Seconds an idle connection is kept: longer than clients' pools keep theirs, so that none writes into a closed one."""
 
 
 class _Server(uvicorn.Server):
@@ -40,6 +42,7 @@ async def run_gateway(settings: GatewaySettings, port: int | None = None) -> Asy
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=STOP_GRACE_S,
     )
     server = _Server(config)
