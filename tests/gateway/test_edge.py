@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -142,6 +144,14 @@ async def test_health_and_metrics_answer_while_many_streams_run(rig: Rig) -> Non
     await asyncio.gather(*streams)
     # The limit is 0.1 s at p99 on a quiet machine, where router and client do not share the gateway's process.
     assert sorted(waits)[len(waits) // 2] < 0.5
+
+
+def test_the_gateway_loads_nothing_that_its_image_lacks() -> None:
+    code = """if True:
+        import sys, triptych.gateway.server
+        print({"torch", "numpy", "PIL", "tritonclient", "transformers"} & set(sys.modules))
+    """
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
 async def test_a_port_that_is_taken_is_named(rig: Rig) -> None:
