@@ -72,7 +72,7 @@ def up(
 ) -> None:
     """Runs Triton, worker, router and gateway on this machine until Ctrl-C, or until one of them dies."""
     from triptych.commands.up import run
-    from triptych.telemetry.span_log import kept_spans
+    from triptych.telemetry.span_keeper import kept_spans
 
     _set_environment("TRIPTYCH_WORKER_MODEL_DIR", model)
     _set_environment("TRIPTYCH_TRITON_MODEL_REPOSITORY", repository)

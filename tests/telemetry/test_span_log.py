@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triptych.telemetry import span_log
-from triptych.telemetry.span_log import SpanLog, default_path, from_json, kept_spans, to_json
+from triptych.telemetry.span_log import SpanLog, default_path, from_json, to_json
 from triptych.telemetry.span_store import Span
-from triptych.telemetry.tracing import tracing_enabled
 
 
 def span(name: str, trace: str = "aa", request: str = "", start_ns: int = 0, **attributes: str) -> Span:
@@ -109,8 +108,6 @@ def test_a_file_that_is_no_store_is_named(cache: Path) -> None:
     path.write_bytes(b"something else entirely, and long enough to be read" * 99)
     with pytest.raises(OSError, match="remove it"):
         SpanLog()
-    with kept_spans() as log:
-        assert log is None
 
 
 def test_a_failing_disk_costs_spans_and_nothing_else() -> None:
@@ -120,34 +117,3 @@ def test_a_failing_disk_costs_spans_and_nothing_else() -> None:
     with pytest.raises(sqlite3.Error):
         log.count()
     log._database.close()
-
-
-def clear_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    for name in list(os.environ):
-        if name.startswith("OTEL_") or name == "TRIPTYCH_TRITON_TRACE_URL":
-            monkeypatch.delenv(name)
-
-
-def test_services_started_in_the_block_export_here_and_later_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    clear_variables(monkeypatch)
-    with kept_spans() as log:
-        assert log is not None and tracing_enabled()
-    assert not tracing_enabled()
-
-
-@pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_SDK_DISABLED", "TRIPTYCH_TRITON_TRACE_URL"])
-def test_an_operator_who_has_decided_about_traces_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    clear_variables(monkeypatch)
-    monkeypatch.setenv(name, "http://127.0.0.1:4317")
-    with kept_spans() as log:
-        assert log is None
-    assert not default_path().exists()
-
-
-def test_traces_that_are_not_wanted_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    clear_variables(monkeypatch)
-    with kept_spans(wanted=False) as log:
-        assert log is None
-    assert not default_path().exists() and not tracing_enabled()

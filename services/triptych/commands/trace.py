@@ -53,7 +53,7 @@ def find(log: "SpanLog", name: str, wait_s: float = WAIT_S) -> "list[Span]":
     An empty name is the newest request. Raises InvalidRequest (TRACE_UNKNOWN) when there is none.
     """
     from triptych.errors import InvalidRequest
-    from triptych.telemetry.span_log import MAX_TRACES_PER_S
+    from triptych.telemetry.span_keeper import MAX_TRACES_PER_S
 
     deadline_s = time.monotonic() + wait_s
     while not (is_complete(spans := _look(log, name)) or _is_old(spans)) and time.monotonic() < deadline_s:

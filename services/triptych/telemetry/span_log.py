@@ -1,6 +1,6 @@
 """The newest spans on this machine's disk, for `triptych trace` where no Jaeger runs.
 
-`triptych up` keeps them when the environment names no collector. One SQLite file below the user's cache folder, private
+`telemetry.span_keeper` fills it. One SQLite file below the user's cache folder, private
 to the user and bounded: the oldest spans go first. It holds names, times, ids and counts; never a prompt, a picture, a
 key, or an attribute that is not known to be harmless.
 """
@@ -10,24 +10,17 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Self
 
-from triptych.telemetry.sampling import TRACES_PER_S
-from triptych.telemetry.span_store import Span, SpanReceiver
+from triptych.telemetry.span_store import Span
 
 log = logging.getLogger(__name__)
 
 MAX_SPANS = 50_000
 """About 4,000 requests and 20 MB."""
-
-MAX_TRACES_PER_S = 10
-"""Bounds what keeping spans costs a busy service; a person's requests are all kept."""
-
-EXPORT_DELAY_MS = 1000
-"""How long services gather spans before they send them."""
 
 SAFE_ATTRIBUTES = (
     "triptych.", "gen_ai.usage.", "gen_ai.operation.", "gen_ai.request.model", "gen_ai.response.model",
@@ -129,38 +122,6 @@ class SpanLog:
         self._database.execute(
             "DELETE FROM spans WHERE number <= (SELECT MAX(number) FROM spans) - ?", (self._max_spans,)
         )
-
-
-@contextmanager
-def kept_spans(wanted: bool = True) -> Iterator[SpanLog | None]:
-    """Keeps the spans of all services that are started in the block, unless the environment speaks of traces already.
-
-    Sets the variables that make them export here; yields None, and changes nothing, when traces are not `wanted`, when
-    an OTEL_* variable or TRIPTYCH_TRITON_TRACE_URL is set, or when the store cannot be opened (the log says so).
-    Leave the block after the services have ended.
-    """
-    if not wanted or speaks_of_traces(os.environ):
-        yield None
-        return
-    try:
-        spans = SpanLog()
-    except OSError as error:
-        log.warning("no traces are kept: %s", error)
-        yield None
-        return
-    with spans, SpanReceiver(spans) as receiver:
-        variables = {**receiver.environment(EXPORT_DELAY_MS), TRACES_PER_S: str(MAX_TRACES_PER_S)}
-        os.environ.update(variables)
-        try:
-            yield spans
-        finally:
-            for name in variables:
-                os.environ.pop(name, None)
-
-
-def speaks_of_traces(environment: Mapping[str, str]) -> bool:
-    """Tells whether the operator has decided about traces: then nothing is kept here."""
-    return "TRIPTYCH_TRITON_TRACE_URL" in environment or any(name.startswith("OTEL_") for name in environment)
 
 
 def to_json(span: Span) -> str:
