@@ -68,7 +68,7 @@ def _stack() -> Iterator[Up]:
     environment = environment_of(StackSettings.from_environment().on_free_ports())
     up = start_up({**environment, "TRIPTYCH_GATEWAY_JAEGER_URL": "http://localhost:16686"})
     try:
-        assert up.ready.wait(START_TIMEOUT_S), "\n".join(up.lines)
+        assert up.ready.wait(2 * START_TIMEOUT_S), "the stack did not get ready"
         yield up
     finally:
         up.stop()
@@ -90,7 +90,7 @@ def _load(router: str) -> Iterator[None]:
                     pass
                 done.wait((seed * 37 % 100) / 50)
 
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     try:
