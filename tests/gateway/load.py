@@ -178,7 +178,7 @@ async def soak(requests: int, concurrency: int = 32) -> SoakReport:
 
 
 async def _ready(pair: Pair) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not await answers_ok(f"http://127.0.0.1:{pair.port}/ready"):
             await asyncio.sleep(0.1)
 
