@@ -13,7 +13,7 @@ from triptych.config import RouterSettings
 from triptych.errors import FeaturesRequired, TriptychError, Unavailable
 from triptych.router.admission import Admission, image_bytes_of
 from triptych.router.request import RequestState
-from triptych.router.spans import open_span
+from triptych.telemetry.spans import open_span
 from triptych.router.steps import Encode, Intake, Preprocess, Probe, Step
 from triptych.router.worker_client import WorkerClient
 from triptych.telemetry.tracing import trace_id_of
