@@ -113,16 +113,12 @@ def _read(question: str, scene: Scene, before: list[Shape]) -> tuple[str, list[S
     if text.startswith("describe") or re.fullmatch(
         r"what do you see|what is in (the|this) (picture|image)|what does the image show", text
     ):
-        return ", ".join(_placed(shape) for shape in scene.shapes), about
+        return ", ".join(f"{_named(shape)} in the {PLACES[shape.cell]}" for shape in scene.shapes), about
     if re.search(r"colou?r", text):
         return _only(about).colour, about
     if "where" in text or "which place" in text:
-        return _placed(_only(about)), about
+        return PLACES[_only(about).cell], about
     return (_named(_only(about)) if about else "nothing"), about
-
-
-def _placed(shape: Shape) -> str:
-    return f"{_named(shape)} in the {PLACES[shape.cell]}"
 
 
 def _only(shapes: list[Shape]) -> Shape:

@@ -127,15 +127,6 @@ def shape_name(shape: Shape) -> str:
     return f"{_article(shape.colour)} {shape.colour} {shape.form}"
 
 
-def placed(shape: Shape) -> str:
-    """How the model says where a shape is: "a red circle in the top left".
-
-    Naming the shape first costs a few tokens and makes the place easy to look up: asked for the place alone, the same
-    model was wrong three times as often.
-    """
-    return f"{shape_name(shape)} in the {PLACES[shape.cell]}"
-
-
 def dialogue(scene: Scene, rng: Generator, kind: Kind | None = None) -> Dialogue:
     """A dialogue about `scene`, of the given kind or of one drawn by the usual shares.
 
@@ -185,7 +176,7 @@ def _where(scene: Scene, rng: Generator) -> Turn | None:
     if found is None:
         return None
     shape, name = found
-    return Turn("where", _pick(_SINGULAR["where"], rng).format(x=name), placed(shape))
+    return Turn("where", _pick(_SINGULAR["where"], rng).format(x=name), PLACES[shape.cell])
 
 
 def _colour(scene: Scene, rng: Generator) -> Turn | None:
@@ -221,7 +212,8 @@ def _exists(scene: Scene, rng: Generator) -> Turn:
 
 
 def _describe(scene: Scene, rng: Generator) -> Turn:
-    return Turn("describe", _pick(_DESCRIBE, rng), ", ".join(placed(shape) for shape in scene.shapes))
+    parts = [f"{shape_name(shape)} in the {PLACES[shape.cell]}" for shape in scene.shapes]
+    return Turn("describe", _pick(_DESCRIBE, rng), ", ".join(parts))
 
 
 def _follow_up(scene: Scene, rng: Generator) -> tuple[Turn, ...]:
@@ -233,7 +225,7 @@ def _follow_up(scene: Scene, rng: Generator) -> tuple[Turn, ...]:
         return first, Turn("follow_up", question, NUMBERS[shapes])
     asks: list[tuple[str, str]] = []
     if first.kind != "where" and first.kind != "what":
-        asks.append((_pick(("where is it?", "and where is it?", "where?"), rng), placed(shape)))
+        asks.append((_pick(("where is it?", "and where is it?", "where?"), rng), PLACES[shape.cell]))
     if first.kind != "colour":
         colour = _spelling(rng)
         wording = _pick(("what {c} is it?", "and what {c} is it?", "which {c} is it?", "what {c} does it have?"), rng)
