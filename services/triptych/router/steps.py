@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 from opentelemetry.trace import SpanKind
@@ -142,8 +143,10 @@ class Encode:
         if not missing:
             return
         timeout_s = state.within_deadline(self._timeout_s)
+        # A stage that did not happen has no duration; waiting for somebody else's encode is one that did.
+        waits = any(image.identity not in self._cache for image in missing)
         try:
-            with state.timed("encode"):
+            with state.timed("encode") if waits else nullcontext():
                 await self._fetch(missing, state, timeout_s)
         except StageTimeout:
             state.check_deadline()

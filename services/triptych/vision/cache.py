@@ -70,6 +70,10 @@ class EncoderCache:
         """Bytes of all kept features, idle ones included; never above the budget."""
         return self._used_bytes
 
+    def __contains__(self, identity: bytes) -> bool:
+        """Whether features are kept under an identity now."""
+        return identity in self._entries
+
     async def get(self, identity: bytes, encode: Encode) -> Lease:
         """Returns the features of an image: kept ones, those of a running encode, or what `encode` returns.
 

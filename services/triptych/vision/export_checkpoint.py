@@ -61,7 +61,7 @@ class VisionCheckpoint:
             for name in sorted(part):
                 tensor = part[name].contiguous()
                 digest.update(f"\n{name} {tuple(tensor.shape)}\n".encode())
-                digest.update(memoryview(tensor.numpy()).cast("B"))
+                digest.update(tensor.numpy().data.cast("B"))
         return digest.hexdigest()
 
 
