@@ -1,4 +1,4 @@
-"""How spans begin, and how they record failure without payload."""
+"""Spans of the router: how they begin, and how they record failure without payload."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
