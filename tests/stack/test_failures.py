@@ -71,10 +71,12 @@ async def test_killing_triton_in_mid_request_is_a_typed_error_and_shows_in_healt
 async def test_killing_the_worker_in_mid_stream_is_a_typed_error_and_shows_in_health(own: Own) -> None:
     async with AsyncClient(own.settings.router_address) as client:
         options = Options(max_tokens=1500, ignore_eos=True, timeout_s=30)
+        killed = False
         with pytest.raises(errors.Unavailable) as caught:
             async for event in client.stream([user(PICTURE, QUESTION)], options):
-                if event.WhichOneof("event") == "chunk":
+                if event.WhichOneof("event") == "chunk" and not killed:  # More chunks may be on their way.
                     own.signal("worker", signal.SIGKILL)
+                    killed = True
         assert caught.value.reason == "WORKER_UNAVAILABLE"
         assert await becomes(own.settings.router_address, serving=False)
         started = time.monotonic()
