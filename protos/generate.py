@@ -15,10 +15,12 @@ PROTOS = Path(__file__).parent
 def generate(out: Path) -> None:
     """Runs protoc for every file under protos/. Raises SystemExit with protoc's code when it fails."""
     sources = sorted(PROTOS.glob("triptych/v1/*.proto"))
+    beside_python = Path(sys.executable).parent  # An interpreter run by its path has its scripts not on PATH.
     arguments = [
         "protoc",
         f"-I{PROTOS}",
         f"-I{files('grpc_tools') / '_proto'}",
+        *(f"--plugin={plugin}={beside_python / plugin}" for plugin in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")),
         f"--python_out={out}",
         f"--grpc_python_out={out}",
         f"--mypy_out={out}",
