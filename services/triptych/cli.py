@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from triptych import __version__, client
-from triptych.config import RouterSettings, TritonSettings, WorkerSettings
+from triptych.commands import bench, status, trace
+from triptych.config import GatewaySettings, RouterSettings, TritonSettings, WorkerSettings
 from triptych.errors import TriptychError
 from triptych.telemetry.logs import setup_logging
 
@@ -50,7 +51,7 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-SETTINGS = (TritonSettings, WorkerSettings, RouterSettings)
+SETTINGS = (TritonSettings, WorkerSettings, RouterSettings, GatewaySettings)
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
@@ -64,14 +65,22 @@ def up(
     model: Annotated[Path | None, typer.Option(help="checkpoint folder for the worker")] = None,
     repository: Annotated[Path | None, typer.Option(help="Triton model repository with its encoder")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="the router's port")] = None,
+    http_port: Annotated[int | None, typer.Option(min=1, max=65535, help="the gateway's port [8080]")] = None,
+    traces: Annotated[
+        bool, typer.Option(envvar="TRIPTYCH_TRACES", help="keep the newest requests' spans for `triptych trace`")
+    ] = True,
 ) -> None:
-    """Runs Triton, worker and router on this machine until Ctrl-C, or until one of them dies."""
+    """Runs Triton, worker, router and gateway on this machine until Ctrl-C, or until one of them dies."""
     from triptych.commands.up import run
+    from triptych.telemetry.span_keeper import kept_spans
 
     _set_environment("TRIPTYCH_WORKER_MODEL_DIR", model)
     _set_environment("TRIPTYCH_TRITON_MODEL_REPOSITORY", repository)
     _set_environment("TRIPTYCH_ROUTER_PORT", port)
-    sys.exit(asyncio.run(run()))
+    _set_environment("TRIPTYCH_GATEWAY_PORT", http_port)
+    with kept_spans(traces):
+        code = asyncio.run(run())
+    sys.exit(code)
 
 
 @app.command()
@@ -132,6 +141,15 @@ serve_app = typer.Typer(
 app.add_typer(serve_app, name="serve")
 
 
+@serve_app.command("gateway")
+def serve_gateway() -> None:
+    """OpenAI's HTTP API and the web page, in front of a router."""
+    from triptych.gateway.server import serve
+
+    setup_logging("gateway")
+    asyncio.run(serve(GatewaySettings()))
+
+
 @serve_app.command("router")
 def serve_router() -> None:
     """InferenceService: takes requests, prepares images, dispatches."""
@@ -159,6 +177,11 @@ def serve_triton() -> None:
     sys.exit(serve(TritonSettings()))
 
 
+app.add_typer(bench.app, name="bench")
+app.command()(status.status)
+app.command()(trace.trace)
+
+
 @app.command()
 def config(as_json: Json = False) -> None:
     """Prints every knob with its present value and meaning."""
@@ -182,11 +205,16 @@ def config(as_json: Json = False) -> None:
 
 
 @app.command()
-def health(address: Annotated[str, typer.Argument(help="a service's host:port")] = client.DEFAULT_ADDRESS) -> None:
+def health(
+    address: Annotated[
+        str, typer.Argument(help="a service's host:port, or an http:// URL such as http://127.0.0.1:8080/ready")
+    ] = client.DEFAULT_ADDRESS,
+) -> None:
     """Exits 0 when the service at ADDRESS says it is serving, else 1; for container health checks."""
+    from triptych.http_health import answers_ok
     from triptych.rpc.health import is_serving
 
-    serving = asyncio.run(is_serving(address))
+    serving = asyncio.run(answers_ok(address) if address.startswith("http://") else is_serving(address))
     print(f"{address} is {'serving' if serving else 'not serving'}")
     sys.exit(0 if serving else 1)
 

@@ -6,7 +6,7 @@ A knob is set by an environment variable, TRIPTYCH_<SERVICE>_<KNOB> in upper cas
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -122,3 +122,45 @@ class RouterSettings(BaseSettings):
     worker_silence_s: float = Field(
         3.0, gt=0, description="seconds without a sign of life before the worker is unhealthy"
     )
+
+
+class GatewaySettings(BaseSettings):
+    """The OpenAI-compatible HTTP API and the web page."""
+
+    model_config = SettingsConfigDict(env_prefix="TRIPTYCH_GATEWAY_", protected_namespaces=())
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8080, ge=1, le=65535, description="HTTP port")
+    router: str = Field("127.0.0.1:50051", description="the router's gRPC address")
+    worker: str | None = Field(None, description="the worker's gRPC address, for the page's live view; unset: none")
+    jaeger_url: str | None = Field(
+        None, description="where a browser finds Jaeger's own page, for links to traces; unset: no links"
+    )
+    api_keys: SecretStr | None = Field(
+        None,
+        description="comma-separated keys, one of which every /v1 request must bear; unset: no key is asked for. Each "
+        "key is a tenant of its own: no cache is shared between two",
+    )
+    max_body_bytes: int = Field(
+        64 << 20, ge=1 << 10, description="largest request body, in bytes (base64 makes images a third larger)"
+    )
+    body_timeout_s: float = Field(30.0, gt=0, description="most seconds for a request's body to arrive")
+    max_inflight: int = Field(
+        512, ge=1, description="most /v1 requests at once; one more is refused (429) before its body is read"
+    )
+    max_inflight_body_bytes: int = Field(
+        512 << 20,
+        ge=1 << 10,
+        description="most bytes of request bodies held together (429); never less than one largest body",
+    )
+    request_timeout_s: float = Field(
+        300.0, gt=0, description="deadline of a generation; a request's own `triptych.timeout_s` may only shorten it"
+    )
+    max_choices: int = Field(8, ge=1, le=128, description="most answers one request may ask for (n)")
+    image_hosts: str = Field(
+        "",
+        description="comma-separated hosts from which image_url may name https pictures; *.example.org is any host "
+        "below it; empty: data: URLs only",
+    )
+    image_timeout_s: float = Field(10.0, gt=0, description="most seconds for fetching one picture")
+    max_image_bytes: int = Field(20 << 20, ge=1 << 10, description="largest picture that is fetched, in bytes")

@@ -28,7 +28,7 @@ class ServiceSpec:
         name: For log prefixes and messages.
         argv: Program and arguments.
         env: The child's whole environment.
-        address: `host:port` where grpc.health.v1 answers.
+        address: `host:port` where grpc.health.v1 answers; for HTTP services, a URL that answers 200 when ready.
         start_timeout_s: Most seconds from start to readiness.
     """
 

@@ -1,4 +1,4 @@
-"""The whole system on one machine: Triton, worker and router as child processes that live and die together."""
+"""The whole system on one machine: Triton, worker, router and gateway as child processes that live and die together."""
 
 import asyncio
 import os
@@ -6,15 +6,17 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from pydantic import SecretStr
 from pydantic_settings import BaseSettings
 
-from triptych.config import RouterSettings, TritonSettings, WorkerSettings
+from triptych.config import GatewaySettings, RouterSettings, TritonSettings, WorkerSettings
 from triptych.errors import Unavailable
+from triptych.http_health import answers_ok
 from triptych.processes import LogSink, ManagedProcess, ServiceSpec, free_ports, port_is_free
-from triptych.rpc.channel import open_channel
-from triptych.rpc.health import PROBE_TIMEOUT_S, answers_serving
+from triptych.rpc.health import is_serving
 
 POLL_INTERVAL_S = 0.1
 
@@ -24,30 +26,47 @@ ReadySink = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class StackSettings:
-    """Settings of the three services, made to fit each other."""
+    """Settings of the services, made to fit each other; without `gateway`, none is started."""
 
     triton: TritonSettings
     worker: WorkerSettings
     router: RouterSettings
+    gateway: GatewaySettings | None = None
 
     @classmethod
     def from_environment(cls) -> "StackSettings":
-        """Reads TRIPTYCH_* variables; the router's `triton` and `worker` follow the other two services' ports."""
-        triton, worker, router = TritonSettings(), WorkerSettings(), RouterSettings()
-        return cls(triton, worker, _pointed_at(router, triton, worker))
+        """Reads TRIPTYCH_* variables; addresses at which services look for each other follow their ports."""
+        return cls(TritonSettings(), WorkerSettings(), RouterSettings(), GatewaySettings())._connected()
 
     def on_free_ports(self) -> "StackSettings":
         """Returns the same settings on ports that nobody uses now, so that a running stack is not disturbed."""
-        ports = free_ports(5)
+        ports = free_ports(6)
         triton = self.triton.model_copy(update={"grpc_port": ports[0], "http_port": ports[1], "metrics_port": ports[2]})
         worker = self.worker.model_copy(update={"port": ports[3]})
         router = self.router.model_copy(update={"port": ports[4]})
-        return StackSettings(triton, worker, _pointed_at(router, triton, worker))
+        gateway = self.gateway and self.gateway.model_copy(update={"port": ports[5]})
+        return StackSettings(triton, worker, router, gateway)._connected()
+
+    def without_gateway(self) -> "StackSettings":
+        """Returns the same settings for gRPC only."""
+        return replace(self, gateway=None)
 
     @property
     def router_address(self) -> str:
-        """Where clients connect."""
+        """Where gRPC clients connect."""
         return f"{_reachable(self.router.host)}:{self.router.port}"
+
+    @property
+    def gateway_url(self) -> str | None:
+        """Where browsers and OpenAI clients connect."""
+        return f"http://{_reachable(self.gateway.host)}:{self.gateway.port}" if self.gateway else None
+
+    def _connected(self) -> "StackSettings":
+        triton = f"{_reachable(self.triton.host)}:{self.triton.grpc_port}"
+        worker = f"{_reachable(self.worker.host)}:{self.worker.port}"
+        router = self.router.model_copy(update={"triton": triton, "worker": worker})
+        gateway = self.gateway and self.gateway.model_copy(update={"router": self.router_address, "worker": worker})
+        return StackSettings(self.triton, self.worker, router, gateway)
 
 
 class Stack:
@@ -89,24 +108,30 @@ class Stack:
 
 
 def plan_stack(settings: StackSettings) -> list[ServiceSpec]:
-    """Returns how to start the three services."""
+    """Returns how to start the services."""
     triton, worker, router = settings.triton, settings.worker, settings.router
-    return [
+    plan = [
         _plan("triton", triton, f"{_reachable(triton.host)}:{triton.grpc_port}", triton.start_timeout_s),
         _plan("worker", worker, f"{_reachable(worker.host)}:{worker.port}"),
         _plan("router", router, settings.router_address),
     ]
+    if settings.gateway is not None:
+        plan.append(_plan("gateway", settings.gateway, f"{settings.gateway_url}/ready"))
+    return plan
 
 
 def check_ports(settings: StackSettings) -> None:
     """Raises Unavailable (PORT_TAKEN) naming the port and its knob when a service could not listen."""
-    for service, name in (
+    listeners: list[tuple[Any, str]] = [
         (settings.triton, "grpc_port"),
         (settings.triton, "http_port"),
         (settings.triton, "metrics_port"),
         (settings.worker, "port"),
         (settings.router, "port"),
-    ):
+    ]
+    if settings.gateway is not None:
+        listeners.append((settings.gateway, "port"))
+    for service, name in listeners:
         port = getattr(service, name)
         if not port_is_free(service.host, port):
             knob = f"{service.model_config.get('env_prefix', '')}{name}".upper()
@@ -139,16 +164,19 @@ async def running_stack(
 async def _wait_ready(process: ManagedProcess, on_ready: ReadySink) -> None:
     spec = process.spec
     started = time.monotonic()
-    async with open_channel(spec.address) as channel:
-        while not await answers_serving(channel, PROBE_TIMEOUT_S):
-            waited = time.monotonic() - started
-            if process.exit_code is not None:
-                await asyncio.sleep(POLL_INTERVAL_S)  # Lets its last words arrive.
-                raise _failed(process, f"ended with exit code {process.exit_code} before it was ready")
-            if waited > spec.start_timeout_s:
-                raise _failed(process, f"was not ready after {spec.start_timeout_s:g} s")
-            await asyncio.sleep(POLL_INTERVAL_S)
+    while not await _is_ready(spec.address):
+        waited = time.monotonic() - started
+        if process.exit_code is not None:
+            await asyncio.sleep(POLL_INTERVAL_S)  # Lets its last words arrive.
+            raise _failed(process, f"ended with exit code {process.exit_code} before it was ready")
+        if waited > spec.start_timeout_s:
+            raise _failed(process, f"was not ready after {spec.start_timeout_s:g} s")
+        await asyncio.sleep(POLL_INTERVAL_S)
     on_ready(spec.name, time.monotonic() - started)
+
+
+async def _is_ready(address: str) -> bool:
+    return await (answers_ok(address) if address.startswith("http://") else is_serving(address))
 
 
 def _failed(process: ManagedProcess, what: str) -> Unavailable:
@@ -161,15 +189,6 @@ def _plan(name: str, settings: BaseSettings, address: str, start_timeout_s: floa
     return ServiceSpec(name, argv, _environment(settings), address, start_timeout_s)
 
 
-def _pointed_at(router: RouterSettings, triton: TritonSettings, worker: WorkerSettings) -> RouterSettings:
-    return router.model_copy(
-        update={
-            "triton": f"{_reachable(triton.host)}:{triton.grpc_port}",
-            "worker": f"{_reachable(worker.host)}:{worker.port}",
-        }
-    )
-
-
 def _reachable(host: str) -> str:
     return "127.0.0.1" if host in ("", "0.0.0.0") else host
 
@@ -178,4 +197,8 @@ def _environment(settings: BaseSettings) -> Mapping[str, str]:
     """Returns this process's environment with every knob of `settings` in it."""
     prefix = settings.model_config.get("env_prefix", "")
     values = {f"{prefix}{name}".upper(): value for name, value in settings if value is not None}
-    return {**os.environ, **{name: str(value) for name, value in values.items()}}
+    return {**os.environ, **{name: _plain(value) for name, value in values.items()}}
+
+
+def _plain(value: object) -> str:
+    return value.get_secret_value() if isinstance(value, SecretStr) else str(value)

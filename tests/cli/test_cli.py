@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from triptych.config import RouterSettings, TritonSettings, WorkerSettings
+from triptych.config import GatewaySettings, RouterSettings, TritonSettings, WorkerSettings
 
 
 def triptych(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -26,7 +26,7 @@ def triptych(*arguments: str, **environment: str) -> "subprocess.CompletedProces
 def test_every_knob_is_printed_with_its_meaning() -> None:
     result = triptych("config", "--json", TRIPTYCH_WORKER_MAX_RUNNING="7")
     knobs = {knob["variable"]: knob for knob in json.loads(result.stdout)}
-    expected = sum(len(cls.model_fields) for cls in (TritonSettings, WorkerSettings, RouterSettings))
+    expected = sum(len(cls.model_fields) for cls in (TritonSettings, WorkerSettings, RouterSettings, GatewaySettings))
     assert len(knobs) == expected
     assert knobs["TRIPTYCH_WORKER_MAX_RUNNING"]["value"] == "7"
     assert all(knob["meaning"] for knob in knobs.values())

@@ -6,20 +6,23 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 
 from triptych.client import AsyncClient, Options
 from triptych.demo import ANSWER, PICTURE, QUESTION
+from triptych.http_health import answers_ok
 from triptych.processes import free_ports
-from triptych.rpc.health import is_serving
 
 pytestmark = [pytest.mark.compose, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 ROOT = Path(__file__).parents[2]
 PROJECT = "triptych-test"
-SERVICES = ("triton", "worker", "router")
+SERVICES = ("triton", "worker", "router", "gateway")
 
 
 def compose_command() -> list[str]:
@@ -43,16 +46,25 @@ def have_base_image() -> bool:
     return subprocess.run(["docker", "pull", "-q", base], capture_output=True, check=False).returncode == 0
 
 
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where the containers are reached from outside."""
+
+    grpc: int
+    http: int
+
+
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
+def ports() -> Iterator[Ports]:
     compose = [*compose_command(), "-p", PROJECT]
     if not have_base_image():
         pytest.skip("the base image python:3.11-slim-bookworm is neither here nor can it be pulled")
-    port = free_ports(1)[0]
+    port, http_port = free_ports(2)
     environment = {
         **os.environ,
         "TRIPTYCH_ROUTER_PORT": str(port),
-        # Jaeger's image is not needed to answer: only the three of ours are started.
+        "TRIPTYCH_GATEWAY_PORT": str(http_port),
+        # Jaeger's image is not needed to answer: only our own are started.
         "OTEL_EXPORTER_OTLP_ENDPOINT": "",
         "TRIPTYCH_TRITON_TRACE_URL": "",
     }
@@ -74,23 +86,27 @@ def port() -> Iterator[int]:
         run("build", *SERVICES)
         run("up", "-d", *SERVICES)
         deadline = time.monotonic() + 180
-        while not asyncio.run(is_serving(f"127.0.0.1:{port}")):
+        while not asyncio.run(answers_ok(f"http://127.0.0.1:{http_port}/ready")):
             assert time.monotonic() < deadline, run("logs", "--tail=40", check=False)
             time.sleep(1)
-        yield port
+        yield Ports(port, http_port)
     finally:
         run("down", "--volumes", "--timeout", "20", check=False)
 
 
-async def test_the_containers_answer_through_the_published_port(port: int) -> None:
-    async with AsyncClient(f"127.0.0.1:{port}") as client:
+async def test_the_containers_answer_through_the_published_ports(ports: Ports) -> None:
+    async with AsyncClient(f"127.0.0.1:{ports.grpc}") as client:
         answer = await client.ask(PICTURE, QUESTION, options=Options(timeout_s=60, degrade=False))
     assert answer.text == ANSWER
     assert answer.stages["encode"] > 0
+    async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{ports.http}/v1", api_key="none") as http:
+        messages: Any = [{"role": "user", "content": "is there a circle?"}]
+        reply = await http.chat.completions.create(model="demo", messages=messages, temperature=0)
+    assert reply.choices[0].message.content
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_no_container_runs_as_root(port: int, service: str) -> None:
+def test_no_container_runs_as_root(ports: Ports, service: str) -> None:
     identity = subprocess.run(
         ["docker", "image", "inspect", "--format", "{{.Config.User}}", f"triptych-{service}"],
         capture_output=True,
@@ -100,7 +116,8 @@ def test_no_container_runs_as_root(port: int, service: str) -> None:
     assert identity.stdout.strip() not in ("", "root", "0")
 
 
-def test_the_router_image_has_no_torch(port: int) -> None:
-    command = ["docker", "run", "--rm", "triptych-router", "python3", "-c", "import torch"]
+@pytest.mark.parametrize("service", ["router", "gateway"])
+def test_the_images_in_front_have_no_torch(ports: Ports, service: str) -> None:
+    command = ["docker", "run", "--rm", f"triptych-{service}", "python3", "-c", "import torch"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode != 0 and "No module named 'torch'" in result.stderr

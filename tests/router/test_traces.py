@@ -8,8 +8,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tests.router.conftest import Rig, until
 from tests.router.fakes import ask, png
-from triptych.router import spans
-from triptych.telemetry import tracing
+from triptych.telemetry import spans, tracing
 from triptych.v1 import inference_pb2
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

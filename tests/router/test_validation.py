@@ -107,3 +107,20 @@ def test_enum_values_from_the_future_are_refused(field: str) -> None:
     request = ask(b"x")
     request.messages[0].parts[0].image.detail = 99  # type: ignore[assignment]
     assert failure(request).reason == "ENUM_INVALID"
+
+
+def test_a_raw_prompt_is_one_message_without_images() -> None:
+    validate(ask("hi", raw_prompt=True), RouterSettings())
+    assert failure(ask(b"x", "hi", raw_prompt=True)).reason == "MESSAGES_INVALID"
+    two = ask("hi", raw_prompt=True)
+    two.messages.insert(0, turn(inference_pb2.ROLE_SYSTEM, "be brief"))
+    assert failure(two).reason == "MESSAGES_INVALID"
+
+
+@pytest.mark.parametrize("count", [-1, 21])
+def test_log_probabilities_of_at_most_twenty_tokens_are_told(count: int) -> None:
+    request = ask("hi")
+    request.sampling.top_logprobs = 20
+    validate(request, RouterSettings())
+    request.sampling.top_logprobs = count
+    assert failure(request).reason == "SAMPLING_INVALID"

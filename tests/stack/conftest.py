@@ -1,4 +1,4 @@
-"""Real services: one `triptych up` for all tests that do not hurt it, and stacks of their own for those that do."""
+"""Starting `triptych up` from a test, and looking at what it does."""
 
 import asyncio
 import io
@@ -7,16 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from triptych.rpc.channel import open_channel
 from triptych.stack import StackSettings
-from triptych.telemetry.span_store import SpanReceiver
 from triptych.v1 import worker_pb2, worker_pb2_grpc
 
 START_TIMEOUT_S = 120.0
@@ -29,6 +26,7 @@ class Up:
     process: "subprocess.Popen[str]"
     router: str
     worker: str
+    http: str
     lines: list[str] = field(default_factory=list)
     ready: threading.Event = field(default_factory=threading.Event)
 
@@ -47,7 +45,7 @@ class Up:
 
 
 def environment_of(settings: StackSettings) -> dict[str, str]:
-    """Returns this process's environment with the ports of `settings`."""
+    """Returns this process's environment with the ports of `settings`; nothing is kept in the user's cache folder."""
     ports = {
         "TRIPTYCH_TRITON_GRPC_PORT": settings.triton.grpc_port,
         "TRIPTYCH_TRITON_HTTP_PORT": settings.triton.http_port,
@@ -55,7 +53,9 @@ def environment_of(settings: StackSettings) -> dict[str, str]:
         "TRIPTYCH_WORKER_PORT": settings.worker.port,
         "TRIPTYCH_ROUTER_PORT": settings.router.port,
     }
-    return {**os.environ, **{name: str(port) for name, port in ports.items()}}
+    if settings.gateway is not None:
+        ports["TRIPTYCH_GATEWAY_PORT"] = settings.gateway.port
+    return {**os.environ, "TRIPTYCH_TRACES": "0", **{name: str(port) for name, port in ports.items()}}
 
 
 def start_up(environment: dict[str, str]) -> Up:
@@ -68,28 +68,10 @@ def start_up(environment: dict[str, str]) -> Up:
         text=True,
     )
     router = f"127.0.0.1:{environment['TRIPTYCH_ROUTER_PORT']}"
-    up = Up(process, router, f"127.0.0.1:{environment['TRIPTYCH_WORKER_PORT']}")
+    worker = f"127.0.0.1:{environment['TRIPTYCH_WORKER_PORT']}"
+    up = Up(process, router, worker, f"http://127.0.0.1:{environment['TRIPTYCH_GATEWAY_PORT']}")
     threading.Thread(target=up.read, daemon=True).start()
     return up
-
-
-@pytest.fixture(scope="session")
-def receiver() -> Iterator[SpanReceiver]:
-    with SpanReceiver() as receiver:
-        yield receiver
-
-
-@pytest.fixture(scope="session")
-def served(receiver: SpanReceiver) -> Iterator[Up]:
-    settings = StackSettings.from_environment().on_free_ports()
-    up = start_up({**environment_of(settings), **receiver.environment()})
-    try:
-        assert up.ready.wait(START_TIMEOUT_S), "\n".join(up.lines)
-        assert up.process.poll() is None, "\n".join(up.lines)
-        yield up
-    finally:
-        if up.process.poll() is None:
-            up.stop()
 
 
 def noise_png(seed: int, side: int = 128) -> bytes:

@@ -137,3 +137,9 @@ def test_a_sentencepiece_style_tokenizer_gets_its_first_space_once(tmp_path: Pat
 
 def spell_out(tokenizer: Tokenizer, text: str) -> set[int | None]:
     return {tokenizer.token_to_id(character) for character in text}
+
+
+def test_a_raw_prompt_is_the_text_alone_and_special_tokens_in_it_are_text(prompts: PromptEncoder) -> None:
+    encoded = prompts.encode_raw("hi <image>")
+    assert IMAGE not in encoded.token_ids and not encoded.spans
+    assert len(encoded.token_ids) < len(prompts.encode([Turn("user", ("hi <image>",))]).token_ids)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import time
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -25,7 +26,7 @@ async def run(as_json: bool) -> int:
     """
     console = Console(stderr=as_json)
     logs: list[str] = []
-    settings = StackSettings.from_environment().on_free_ports()
+    settings = StackSettings.from_environment().without_gateway().on_free_ports()
 
     def on_ready(name: str, seconds: float) -> None:
         console.print(f"  {name} is ready after {seconds:.1f} s", highlight=False)
@@ -34,7 +35,7 @@ async def run(as_json: bool) -> int:
         os.environ.update(receiver.environment())
         # The settings were read before the receiver's ports were known.
         triton = settings.triton.model_copy(update={"trace_url": receiver.http_traces_url})
-        settings = StackSettings(triton, settings.worker, settings.router)
+        settings = replace(settings, triton=triton)
         console.print("starting Triton, worker and router on free ports", highlight=False)
         async with running_stack(settings, lambda name, line: logs.append(f"{name} | {line}"), on_ready):
             console.print(f"  {PICTURE.name}: {QUESTION}", highlight=False)

@@ -55,7 +55,7 @@ async def measure(count: int, address: str | None) -> Accuracy:
     console = Console(stderr=True)
     async with AsyncExitStack() as stack:
         if address is None:
-            settings = StackSettings.from_environment().on_free_ports()
+            settings = StackSettings.from_environment().without_gateway().on_free_ports()
             console.print("starting a stack on free ports", highlight=False)
             await stack.enter_async_context(running_stack(settings, lambda name, line: None))
             address = settings.router_address

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from triptych.stack import StackSettings, running_stack
 
-_COLOURS = {"triton": "green", "worker": "magenta", "router": "cyan"}
+_COLOURS = {"triton": "green", "worker": "magenta", "router": "cyan", "gateway": "blue"}
 
 
 async def run() -> int:
@@ -33,7 +33,7 @@ async def run() -> int:
 
     def sink(name: str, line: str) -> None:
         colour = _COLOURS.get(name, "white")
-        console.print(f"[{colour}]{name:>6} |[/] {escape(line)}", highlight=False, soft_wrap=True)
+        console.print(f"[{colour}]{name:>7} |[/] {escape(line)}", highlight=False, soft_wrap=True)
 
     def on_ready(name: str, seconds: float) -> None:
         console.print(f"[bold]{name} is ready[/] after {seconds:.1f} s", highlight=False)
@@ -44,6 +44,10 @@ async def run() -> int:
             address = settings.router_address
             console.print(f"[bold green]serving on {address}[/]  (Ctrl-C stops)", highlight=False)
             console.print(f'try: triptych ask --address {address} PICTURE "what is in the picture?"', highlight=False)
+            if settings.gateway_url:
+                console.print(
+                    f"[bold green]web page: {settings.gateway_url}/[/]  OpenAI API: {settings.gateway_url}/v1"
+                )
             death = asyncio.create_task(stack.wait())
             interrupt = asyncio.create_task(stopping.wait())
             done, pending = await asyncio.wait({death, interrupt}, return_when=asyncio.FIRST_COMPLETED)

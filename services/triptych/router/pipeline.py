@@ -13,9 +13,9 @@ from triptych.config import RouterSettings
 from triptych.errors import FeaturesRequired, TriptychError, Unavailable
 from triptych.router.admission import Admission, image_bytes_of
 from triptych.router.request import RequestState
-from triptych.router.spans import open_span
 from triptych.router.steps import Encode, Intake, Preprocess, Probe, Step
 from triptych.router.worker_client import WorkerClient
+from triptych.telemetry.spans import open_span
 from triptych.telemetry.tracing import trace_id_of
 from triptych.v1 import generation_pb2, inference_pb2, worker_pb2
 from triptych.vision.cache import EncoderCache

@@ -137,7 +137,7 @@ class RequestState:
 
         A message of nothing but dropped images keeps its place with an empty text.
         """
-        prompt = worker_pb2.Prompt(cache_salt=self.request.cache_salt)
+        prompt = worker_pb2.Prompt(cache_salt=self.request.cache_salt, raw=self.request.raw_prompt)
         index = 0
         for message in self.request.messages:
             turn = prompt.messages.add(role=message.role)

@@ -17,9 +17,9 @@ from opentelemetry.trace import SpanKind
 from triptych.config import RouterSettings
 from triptych.errors import InvalidRequest, StageTimeout, TriptychError, Unavailable
 from triptych.router.request import ImageState, RequestState
-from triptych.router.spans import open_span
 from triptych.router.validation import validate
 from triptych.router.worker_client import WorkerClient
+from triptych.telemetry.spans import open_span
 from triptych.v1 import inference_pb2
 from triptych.vision.cache import EncoderCache, Features
 from triptych.vision.encoder import Encoder, encode_timeout

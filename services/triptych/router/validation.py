@@ -10,6 +10,7 @@ from triptych.v1 import generation_pb2, inference_pb2
 MAX_SALT_BYTES = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
+MAX_TOP_LOGPROBS = 20
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{0,128}")
 
 
@@ -53,6 +54,8 @@ def _check_messages(request: inference_pb2.GenerateRequest, settings: RouterSett
                 raise _bad_messages(f"a part of message {number} is neither text nor image")
     if request.messages[-1].role != inference_pb2.ROLE_USER:
         raise _bad_messages("the last one must be of ROLE_USER")
+    if request.raw_prompt and (len(request.messages) > 1 or image_count):
+        raise _bad_messages("raw_prompt takes a single one without images")
     if image_count > settings.max_images:
         raise InvalidRequest(
             f"the request has {image_count} images, more than max_images={settings.max_images}",
@@ -75,6 +78,8 @@ def _check_sampling(sampling: generation_pb2.SamplingParameters) -> None:
         raise _bad_sampling("top_p", "above 0, up to 1")
     if sampling.HasField("repetition_penalty") and not 0.0 < sampling.repetition_penalty <= 10.0:
         raise _bad_sampling("repetition_penalty", "above 0, up to 10")
+    if sampling.HasField("top_logprobs") and not 0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise _bad_sampling("top_logprobs", f"0 to {MAX_TOP_LOGPROBS}")
 
 
 def _check_stopping(stopping: generation_pb2.StoppingParameters) -> None:

@@ -1,6 +1,6 @@
-"""A span store for one machine: takes OTLP over gRPC (our services) and over HTTP as JSON (Triton) into memory.
+"""A span store for one machine: takes OTLP over gRPC (our services) and over HTTP as JSON (Triton).
 
-For `triptych demo` and the tests, where no Jaeger runs.
+For `triptych demo`, `triptych up` and the tests, where no Jaeger runs.
 """
 
 import json
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
@@ -35,6 +35,13 @@ class Span:
     def duration_s(self) -> float:
         """Length in seconds."""
         return (self.end_ns - self.start_ns) / 1e9
+
+
+class SpanSink(Protocol):
+    """Where received spans go. Called from several threads."""
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Takes spans; never fails."""
 
 
 class SpanStore:
@@ -65,31 +72,32 @@ class SpanStore:
 
 
 class SpanReceiver:
-    """An OTLP endpoint on loopback, gRPC and HTTP/JSON, that fills a SpanStore while it is entered.
+    """An OTLP endpoint on loopback, gRPC and HTTP/JSON, that fills a store while it is entered.
 
     Attributes:
-        store: Where the spans go.
+        store: Where the spans go unless another `sink` was given.
         grpc_endpoint: For OTEL_EXPORTER_OTLP_ENDPOINT.
         http_traces_url: For exporters that speak OTLP/HTTP JSON (Triton).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sink: SpanSink | None = None) -> None:
         self.store = SpanStore()
+        sink = self.store if sink is None else sink
         self._grpc = grpc.server(ThreadPoolExecutor(max_workers=4, thread_name_prefix="otlp"))
         add_servicer: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
-        add_servicer(_TraceService(self.store), self._grpc)
+        add_servicer(_TraceService(sink), self._grpc)
         self.grpc_endpoint = f"http://127.0.0.1:{self._grpc.add_insecure_port('127.0.0.1:0')}"
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _json_handler(self.store))
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _json_handler(sink))
         self._http.daemon_threads = True
         self.http_traces_url = f"http://127.0.0.1:{self._http.server_address[1]}/v1/traces"
         self._thread = threading.Thread(target=self._http.serve_forever, name="otlp-http", daemon=True)
 
-    def environment(self) -> dict[str, str]:
-        """Returns the variables that make a Triptych service export here, and soon."""
+    def environment(self, export_delay_ms: int = 200) -> dict[str, str]:
+        """Returns the variables that make a Triptych service export here, soon after `export_delay_ms`."""
         return {
             "OTEL_EXPORTER_OTLP_ENDPOINT": self.grpc_endpoint,
             "OTEL_EXPORTER_OTLP_INSECURE": "true",
-            "OTEL_BSP_SCHEDULE_DELAY": "200",
+            "OTEL_BSP_SCHEDULE_DELAY": str(export_delay_ms),
             "TRIPTYCH_TRITON_TRACE_URL": self.http_traces_url,
         }
 
@@ -107,7 +115,7 @@ class SpanReceiver:
 
 
 class _TraceService(trace_service_pb2_grpc.TraceServiceServicer):
-    def __init__(self, store: SpanStore) -> None:
+    def __init__(self, store: SpanSink) -> None:
         self._store = store
 
     def Export(
@@ -156,7 +164,7 @@ def _from_json(span: dict[str, Any], service: str) -> Span:
     )
 
 
-def _json_handler(store: SpanStore) -> type[BaseHTTPRequestHandler]:
+def _json_handler(store: SpanSink) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

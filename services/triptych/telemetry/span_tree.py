@@ -23,8 +23,23 @@ def rows_of(spans: Sequence[Span]) -> list[dict[str, str | None]]:
             "service": span.service,
             "parent": parent.name if (parent := _parent(span, by_id)) else None,
         }
-        for span in _depth_first(spans)
+        for _, span in walk(spans)
     ]
+
+
+def walk(spans: Sequence[Span]) -> list[tuple[int, Span]]:
+    """Returns (depth, span) for every span, parents before their children, siblings by start; roots have depth 0."""
+    children = _children(spans)
+    ordered: list[tuple[int, Span]] = []
+
+    def visit(depth: int, span: Span) -> None:
+        ordered.append((depth, span))
+        for child in children[span.span_id]:
+            visit(depth + 1, child)
+
+    for root in roots_of(spans):
+        visit(0, root)
+    return ordered
 
 
 def tree_of(spans: Sequence[Span]) -> Tree:
@@ -54,17 +69,3 @@ def _children(spans: Sequence[Span]) -> dict[str, list[Span]]:
     for span in sorted(spans, key=lambda span: span.start_ns):
         children[span.parent_id].append(span)
     return children
-
-
-def _depth_first(spans: Sequence[Span]) -> list[Span]:
-    children = _children(spans)
-    ordered: list[Span] = []
-
-    def visit(span: Span) -> None:
-        ordered.append(span)
-        for child in children[span.span_id]:
-            visit(child)
-
-    for root in roots_of(spans):
-        visit(root)
-    return ordered

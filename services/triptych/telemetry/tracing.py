@@ -13,6 +13,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+from triptych.telemetry.sampling import sampler_from
+
 tracer = trace.get_tracer("triptych")
 
 
@@ -27,12 +29,12 @@ def setup_tracing(service_name: str) -> TracerProvider | None:
     """Installs a provider that exports over OTLP gRPC, if the environment asks for it; call once per process.
 
     Returns the provider, whose `shutdown()` flushes what is left, or None when tracing is off. OTEL_SERVICE_NAME,
-    OTEL_TRACES_SAMPLER and the OTEL_BSP_* variables are honoured by the SDK.
+    OTEL_TRACES_SAMPLER and the OTEL_BSP_* variables are honoured by the SDK; TRIPTYCH_TRACES_PER_S by `sampling`.
     """
     if not tracing_enabled():
         return None
     name = os.environ.get("OTEL_SERVICE_NAME", service_name)
-    provider = TracerProvider(resource=Resource.create({"service.name": name}))
+    provider = TracerProvider(sampler_from(os.environ), resource=Resource.create({"service.name": name}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
     return provider

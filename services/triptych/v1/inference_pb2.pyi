@@ -165,6 +165,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     DEGRADATION_POLICY_FIELD_NUMBER: _builtins.int
+    RAW_PROMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name for logs, traces and the response. At most 128 characters of [A-Za-z0-9._:-]; empty (default): the router
     makes one.
@@ -177,6 +178,10 @@ class GenerateRequest(_message.Message):
     """
     degradation_policy: Global___DegradationPolicy.ValueType
     """Whether a worse answer is preferred over an error. Default allow."""
+    raw_prompt: _builtins.bool
+    """Continues the text of the only message, which must be of ROLE_USER and hold no image, instead of answering it: no
+    chat template is applied. Default false.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """The dialogue, oldest first. At least one; the last must be of ROLE_USER."""
@@ -199,10 +204,11 @@ class GenerateRequest(_message.Message):
         priority: _generation_pb2.Priority.ValueType = ...,
         cache_salt: _builtins.str = ...,
         degradation_policy: Global___DegradationPolicy.ValueType = ...,
+        raw_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "degradation_policy", b"degradation_policy", "messages", b"messages", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "degradation_policy", b"degradation_policy", "messages", b"messages", "priority", b"priority", "raw_prompt", b"raw_prompt", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,8 +30,11 @@ class Prompt(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    RAW_FIELD_NUMBER: _builtins.int
     cache_salt: _builtins.str
     """Separates tenants in the KV cache. Default empty."""
+    raw: _builtins.bool
+    """The only message's text is the prompt as it is, without the chat template. Default false."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptMessage]:
         """The dialogue, oldest first."""
@@ -46,10 +49,11 @@ class Prompt(_message.Message):
         messages: _abc.Iterable[Global___PromptMessage] | None = ...,
         images: _abc.Iterable[Global___PromptImage] | None = ...,
         cache_salt: _builtins.str = ...,
+        raw: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "images", b"images", "messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "images", b"images", "messages", b"messages", "raw", b"raw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,6 +31,7 @@ _FEATURE_TYPES = (tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_FLOAT16, te
 _MAX_REQUEST_ID = 128
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 256
+_MAX_TOP_LOGPROBS = 20
 
 
 def read_request(
@@ -92,7 +93,15 @@ def read_prompt(message: worker_pb2.Prompt, model: LoadedModel) -> TokenizedProm
         turns.append(Turn(_ROLES[turn.role], tuple(parts)))
     if placed != len(slots):
         raise InvalidRequest(f"the prompt has {len(slots)} images, its messages mention {placed}")
+    if message.raw:
+        return model.prompts.encode_raw(_only_text(turns))
     return model.prompts.encode(turns)
+
+
+def _only_text(turns: list[Turn]) -> str:
+    if len(turns) > 1 or not all(isinstance(part, str) for part in turns[0].parts):
+        raise InvalidRequest("a raw prompt is a single message without images")
+    return "".join(part for part in turns[0].parts if isinstance(part, str))
 
 
 def _read_sampling(message: generation_pb2.SamplingParameters) -> SamplingOptions:
@@ -107,7 +116,10 @@ def _read_sampling(message: generation_pb2.SamplingParameters) -> SamplingOption
     if not 0.0 < penalty <= 10.0:
         raise InvalidRequest("repetition_penalty must be above 0 and at most 10")
     seed = message.seed if message.HasField("seed") else None
-    return SamplingOptions(message.temperature, message.top_k, top_p, penalty, seed)
+    top_logprobs = message.top_logprobs if message.HasField("top_logprobs") else None
+    if top_logprobs is not None and not 0 <= top_logprobs <= _MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs must be within 0 to {_MAX_TOP_LOGPROBS}")
+    return SamplingOptions(message.temperature, message.top_k, top_p, penalty, seed, top_logprobs)
 
 
 def _read_stopping(message: generation_pb2.StoppingParameters, default_max_tokens: int) -> StoppingOptions:

@@ -101,6 +101,16 @@ class PromptEncoder:
             raise InvalidRequest("the prompt is empty")
         return self._expand(token_ids, images)
 
+    def encode_raw(self, text: str) -> TokenizedPrompt:
+        """Encodes a text to be continued as it is: what the tokenizer puts around every text, and no chat template.
+
+        Raises InvalidRequest when that leaves no token.
+        """
+        token_ids = self._first.encode(text, add_special_tokens=True).ids
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty")
+        return TokenizedPrompt(tuple(token_ids))
+
     def _render(self, turns: Sequence[Turn]) -> str:
         messages = [
             {

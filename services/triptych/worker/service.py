@@ -14,6 +14,7 @@ from triptych.errors import TriptychError
 from triptych.telemetry.tracing import extract, tracer
 from triptych.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 from triptych.worker.engine.events import Completed, Event, Load, Queued, Text
+from triptych.worker.engine.logprobs import TokenChoice
 from triptych.worker.engine.request import FinishReason
 from triptych.worker.engine.thread import EngineThread
 from triptych.worker.intake import read_prompt, read_request
@@ -118,12 +119,19 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         )
 
 
+def _to_choice(choice: TokenChoice) -> generation_pb2.TokenChoice:
+    chosen, *top = (generation_pb2.TokenLogprob(text=t, logprob=p) for t, p in (choice.chosen, *choice.top))
+    return generation_pb2.TokenChoice(chosen=chosen, top=top)
+
+
 def _to_response(event: Event) -> worker_pb2.WorkerGenerateResponse:
     if isinstance(event, Queued):
         return worker_pb2.WorkerGenerateResponse(started=worker_pb2.WorkerStarted(prompt_tokens=event.prompt_tokens))
     if isinstance(event, Text):
         return worker_pb2.WorkerGenerateResponse(
-            chunk=generation_pb2.Chunk(text=event.text, token_count=event.token_count)
+            chunk=generation_pb2.Chunk(
+                text=event.text, token_count=event.token_count, tokens=map(_to_choice, event.choices)
+            )
         )
     if isinstance(event, Completed):
         usage = event.usage

@@ -12,6 +12,7 @@ from triptych.errors import FeaturesRequired, IntegrityError, InvalidRequest, Ov
 from triptych.worker.detokenizer import TextStream, TokenDecoder
 from triptych.worker.engine.budget import TokenBudget
 from triptych.worker.engine.events import Completed, Event, Failed, Load, Queued, Text, Usage
+from triptych.worker.engine.logprobs import TokenLogprobs, spell, within
 from triptych.worker.engine.pins import Pins
 from triptych.worker.engine.queue import AgingQueue
 from triptych.worker.engine.request import FinishReason, GenerationRequest, TokenizedPrompt
@@ -195,7 +196,7 @@ class Engine:
                     continue
                 self._advance(sequence, chunk, start_ns, now_ns)
                 if outcome.token is not None:
-                    for event in self._take_token(sequence, outcome.token, now_ns):
+                    for event in self._take_token(sequence, outcome.token, outcome.logprobs, now_ns):
                         yield sequence, event
             except Exception as error:
                 log.exception("a sequence failed")
@@ -219,9 +220,12 @@ class Engine:
                 self._pool.identify(sequence.blocks[index], identity)
             sequence.identified = full
 
-    def _take_token(self, sequence: Sequence, token: int, now_ns: int) -> Iterator[Event]:
+    def _take_token(
+        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_ns: int
+    ) -> Iterator[Event]:
         """Appends a token, and tells the text and the end it may bring."""
         stopping = sequence.request.stopping
+        previous = sequence.token_ids[-1]
         sequence.token_ids.append(token)
         sequence.chooser.note(token)
         sequence.timeline.token_at(now_ns)
@@ -230,6 +234,8 @@ class Engine:
         if token in self._end_token_ids and not stopping.ignore_eos:
             reason, text = FinishReason.END, ""
         else:
+            if logprobs is not None:
+                sequence.unsent_choices.append(spell(logprobs, previous, self._text_decoder))
             piece = sequence.text.push(token)
             text = piece.text
             if piece.stopped:
@@ -241,8 +247,11 @@ class Engine:
             text += piece.text
             reason = FinishReason.STOP if piece.stopped else reason
         if text:
-            yield Text(text, sequence.unsent_tokens)
+            choices = sequence.unsent_choices
+            sent = within(choices, text) if reason is FinishReason.STOP else tuple(choices)
+            yield Text(text, sequence.unsent_tokens, sent)
             sequence.unsent_tokens = 0
+            choices.clear()
         if reason is not None:
             self._end(sequence)
             yield Completed(reason, _usage(sequence), sequence.timeline)

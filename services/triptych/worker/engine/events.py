@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from triptych.errors import TriptychError
+from triptych.worker.engine.logprobs import TokenChoice
 from triptych.worker.engine.request import FinishReason
 from triptych.worker.engine.timeline import Timeline
 
@@ -33,10 +34,11 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """New text, never empty, and how many tokens it accounts for."""
+    """New text, never empty, how many tokens it accounts for, and how likely these were where the request asks."""
 
     text: str
     token_count: int
+    choices: tuple[TokenChoice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ class SamplingOptions:
         top_p: Keeps the smallest set of tokens whose probability reaches this.
         repetition_penalty: Penalty for tokens already in prompt or output; 1 changes nothing.
         seed: Makes sampling repeatable; None draws a fresh one.
+        top_logprobs: How many most likely tokens to report beside each chosen one; None reports nothing.
     """
 
     temperature: float = 0.0
@@ -41,6 +42,7 @@ class SamplingOptions:
     top_p: float = 1.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    top_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

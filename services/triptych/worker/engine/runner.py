@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from triptych.errors import IntegrityError
+from triptych.worker.engine.logprobs import TokenLogprobs, measure
 from triptych.worker.engine.sampler import choose_tokens
 from triptych.worker.engine.scheduler import Chunk, StepPlan
 from triptych.worker.kv.cache import KVCache
@@ -21,10 +22,12 @@ class Outcome:
     Attributes:
         token: The next token; None when prefill is not complete yet.
         finite: Whether the model's numbers are; if not, the token is meaningless.
+        logprobs: How likely the token was; None unless the request asks.
     """
 
     token: int | None
     finite: bool
+    logprobs: TokenLogprobs | None = None
 
 
 class Runner:
@@ -50,8 +53,14 @@ class Runner:
         if not choosers:
             return [Outcome(None, ok) for ok in finite]
         logits = decoder.logits(last[torch.tensor(completes, device=decoder.device)])
-        tokens = iter(choose_tokens(logits, choosers).tolist())
-        return [Outcome(next(tokens) if done else None, ok) for done, ok in zip(completes, finite, strict=True)]
+        tokens: list[int] = choose_tokens(logits, choosers).tolist()
+        chosen = iter(zip(tokens, measure(logits, tokens, choosers), strict=True))
+        nothing = (None, None)
+        outcomes = []
+        for done, ok in zip(completes, finite, strict=True):
+            token, logprobs = next(chosen) if done else nothing
+            outcomes.append(Outcome(token, ok, logprobs))
+        return outcomes
 
     def _describe(self, plan: StepPlan) -> tuple[list[tuple[int, Tensor]], AttentionBatch]:
         """Returns the features to splice in, by row, and how the rows attend."""

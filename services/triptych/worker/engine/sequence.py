@@ -6,6 +6,7 @@ from enum import Enum
 from torch import Tensor
 
 from triptych.worker.detokenizer import TextStream
+from triptych.worker.engine.logprobs import TokenChoice
 from triptych.worker.engine.request import GenerationRequest
 from triptych.worker.engine.sampler import TokenChooser
 from triptych.worker.engine.timeline import Timeline
@@ -52,6 +53,7 @@ class Sequence:
         chooser: Chooses its tokens.
         text: Turns its tokens into text.
         unsent_tokens: Tokens not yet accounted for by a chunk of text.
+        unsent_choices: How likely these were, if the request asks for that.
         timeline: When its stages happened.
     """
 
@@ -68,6 +70,7 @@ class Sequence:
         self.chooser = chooser
         self.text = text
         self.unsent_tokens = 0
+        self.unsent_choices: list[TokenChoice] = []
         self.timeline = Timeline(request.arrival_ns)
         self._chain: list[BlockIdentity] = []
 

@@ -1,4 +1,4 @@
-"""Spans of the router: how they begin, and how they record failure without payload."""
+"""How spans begin, and how they record failure without payload."""
 
 import asyncio
 from collections.abc import Iterator, Mapping

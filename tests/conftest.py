@@ -1,0 +1,28 @@
+"""Real services: one `triptych up` for all tests that do not hurt it, whichever folder they are in."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.stack.conftest import START_TIMEOUT_S, Up, environment_of, start_up
+from triptych.stack import StackSettings
+from triptych.telemetry.span_store import SpanReceiver
+
+
+@pytest.fixture(scope="session")
+def receiver() -> Iterator[SpanReceiver]:
+    with SpanReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="session")
+def served(receiver: SpanReceiver) -> Iterator[Up]:
+    settings = StackSettings.from_environment().on_free_ports()
+    up = start_up({**environment_of(settings), **receiver.environment()})
+    try:
+        assert up.ready.wait(START_TIMEOUT_S), "\n".join(up.lines)
+        assert up.process.poll() is None, "\n".join(up.lines)
+        yield up
+    finally:
+        if up.process.poll() is None:
+            up.stop()
