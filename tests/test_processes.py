@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from triptych.errors import Unavailable
-from triptych.processes import ManagedProcess, ServiceSpec, free_ports, port_is_free
+from triptych.ports import free_ports, port_is_free
+from triptych.processes import ManagedProcess, ServiceSpec
 from triptych.stack import Stack
 
 FAMILY = (

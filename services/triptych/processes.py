@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -62,7 +61,7 @@ class ManagedProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent,
         )
         self._reader = asyncio.create_task(self._relay_output(), name=f"log-{self.spec.name}")
 
@@ -121,30 +120,11 @@ class ManagedProcess:
             self._sink(self.spec.name, text)
 
 
-def port_is_free(host: str, port: int) -> bool:
-    """Tells whether a server could listen on `host:port` now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Returns distinct ports that are free now. Another process may take one before it is used."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
-        for probe in probes:
-            probe.bind((host, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-
-
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def _die_with_parent() -> None:
+def end_with_parent() -> None:
+    """For `preexec_fn`: Linux sends the child SIGTERM when the thread that starts it ends in any way."""
     # Runs in the child between fork and exec: only an async-signal-safe call, on an already loaded library.
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

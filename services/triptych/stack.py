@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pydantic import SecretStr
 from pydantic_settings import BaseSettings
@@ -15,7 +14,8 @@ from pydantic_settings import BaseSettings
 from triptych.config import GatewaySettings, RouterSettings, TritonSettings, WorkerSettings
 from triptych.errors import Unavailable
 from triptych.http_health import answers_ok
-from triptych.processes import LogSink, ManagedProcess, ServiceSpec, free_ports, port_is_free
+from triptych.ports import check_ports, free_ports, reachable
+from triptych.processes import LogSink, ManagedProcess, ServiceSpec
 from triptych.rpc.health import is_serving
 
 POLL_INTERVAL_S = 0.1
@@ -54,16 +54,16 @@ class StackSettings:
     @property
     def router_address(self) -> str:
         """Where gRPC clients connect."""
-        return f"{_reachable(self.router.host)}:{self.router.port}"
+        return f"{reachable(self.router.host)}:{self.router.port}"
 
     @property
     def gateway_url(self) -> str | None:
         """Where browsers and OpenAI clients connect."""
-        return f"http://{_reachable(self.gateway.host)}:{self.gateway.port}" if self.gateway else None
+        return f"http://{reachable(self.gateway.host)}:{self.gateway.port}" if self.gateway else None
 
     def _connected(self) -> "StackSettings":
-        triton = f"{_reachable(self.triton.host)}:{self.triton.grpc_port}"
-        worker = f"{_reachable(self.worker.host)}:{self.worker.port}"
+        triton = f"{reachable(self.triton.host)}:{self.triton.grpc_port}"
+        worker = f"{reachable(self.worker.host)}:{self.worker.port}"
         router = self.router.model_copy(update={"triton": triton, "worker": worker})
         gateway = self.gateway and self.gateway.model_copy(update={"router": self.router_address, "worker": worker})
         return StackSettings(self.triton, self.worker, router, gateway)
@@ -111,8 +111,8 @@ def plan_stack(settings: StackSettings) -> list[ServiceSpec]:
     """Returns how to start the services."""
     triton, worker, router = settings.triton, settings.worker, settings.router
     plan = [
-        _plan("triton", triton, f"{_reachable(triton.host)}:{triton.grpc_port}", triton.start_timeout_s),
-        _plan("worker", worker, f"{_reachable(worker.host)}:{worker.port}"),
+        _plan("triton", triton, f"{reachable(triton.host)}:{triton.grpc_port}", triton.start_timeout_s),
+        _plan("worker", worker, f"{reachable(worker.host)}:{worker.port}"),
         _plan("router", router, settings.router_address),
     ]
     if settings.gateway is not None:
@@ -120,25 +120,14 @@ def plan_stack(settings: StackSettings) -> list[ServiceSpec]:
     return plan
 
 
-def check_ports(settings: StackSettings) -> None:
+def check_stack_ports(settings: StackSettings) -> None:
     """Raises Unavailable (PORT_TAKEN) naming the port and its knob when a service could not listen."""
-    listeners: list[tuple[Any, str]] = [
-        (settings.triton, "grpc_port"),
-        (settings.triton, "http_port"),
-        (settings.triton, "metrics_port"),
-        (settings.worker, "port"),
-        (settings.router, "port"),
-    ]
-    if settings.gateway is not None:
-        listeners.append((settings.gateway, "port"))
-    for service, name in listeners:
-        port = getattr(service, name)
-        if not port_is_free(service.host, port):
-            knob = f"{service.model_config.get('env_prefix', '')}{name}".upper()
-            raise Unavailable(
-                f"port {port} on {service.host} is taken (a stack that still runs?); free it or set {knob}",
-                reason="PORT_TAKEN",
-            )
+    triton, gateway = settings.triton, settings.gateway
+    check_ports(triton.host, triton, "grpc_port", "http_port", "metrics_port")
+    check_ports(settings.worker.host, settings.worker, "port")
+    check_ports(settings.router.host, settings.router, "port")
+    if gateway is not None:
+        check_ports(gateway.host, gateway, "port")
 
 
 @asynccontextmanager
@@ -149,7 +138,7 @@ async def running_stack(
 
     Raises Unavailable when a port is taken or a service does not get ready.
     """
-    check_ports(settings)
+    check_stack_ports(settings)
     stack = Stack(plan_stack(settings), sink)
     try:
         try:
@@ -187,10 +176,6 @@ def _failed(process: ManagedProcess, what: str) -> Unavailable:
 def _plan(name: str, settings: BaseSettings, address: str, start_timeout_s: float = 300.0) -> ServiceSpec:
     argv = (sys.executable, "-m", "triptych.cli", "serve", name)
     return ServiceSpec(name, argv, _environment(settings), address, start_timeout_s)
-
-
-def _reachable(host: str) -> str:
-    return "127.0.0.1" if host in ("", "0.0.0.0") else host
 
 
 def _environment(settings: BaseSettings) -> Mapping[str, str]:

@@ -16,7 +16,7 @@ import pytest
 from triptych.client import AsyncClient, Options
 from triptych.demo import ANSWER, PICTURE, QUESTION
 from triptych.http_health import answers_ok
-from triptych.processes import free_ports
+from triptych.ports import free_ports
 
 pytestmark = [pytest.mark.compose, pytest.mark.slow, pytest.mark.timeout(1500)]
 

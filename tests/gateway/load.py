@@ -26,7 +26,7 @@ import psutil
 
 from tests.gateway.fakes import MODEL, FakeRouter, running_router
 from triptych.http_health import answers_ok
-from triptych.processes import free_ports
+from triptych.ports import free_ports
 from triptych.rpc.channel import open_channel
 from triptych.v1 import generation_pb2, inference_pb2
 from triptych.v1.inference_pb2_grpc import InferenceServiceStub

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from triptych.gateway.page import SystemView, page_router
 from triptych.gateway.page.view import ModelCard, SystemState, WorkerState
-from triptych.processes import free_ports
+from triptych.ports import free_ports
 
 JAEGER = "http://jaeger.example:16686"
 

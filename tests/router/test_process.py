@@ -7,7 +7,7 @@ import sys
 import time
 
 from tests.router.fakes import png
-from triptych.processes import free_ports
+from triptych.ports import free_ports
 from triptych.rpc.channel import open_sync_channel
 from triptych.v1 import inference_pb2, inference_pb2_grpc
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.triton.checkpoints import write_checkpoint
 from triptych.config import TritonSettings
-from triptych.processes import free_ports
+from triptych.ports import free_ports
 from triptych.vision.export import export
 
 

@@ -1,11 +1,9 @@
 """Runs a tritonserver as a child process: start, readiness, last words, and an end that leaves nothing behind."""
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,15 +16,16 @@ from types import FrameType, TracebackType
 
 from triptych.config import TritonSettings
 from triptych.errors import TriptychError, Unavailable
+from triptych.ports import check_ports, reachable
+from triptych.processes import end_with_parent
 from triptych.triton.launch import EXIT_TIMEOUT_S, Launch, plan_launch
 from triptych.triton.readiness import wait_ready
 from triptych.triton.relay import linked_traces
 
-__all__ = ["TritonServer", "check_ports", "plan_launch", "serve", "wait_ready"]
+__all__ = ["TritonServer", "plan_launch", "serve", "wait_ready"]
 
 log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -98,7 +97,7 @@ class TritonServer:
         """Starts the process. Raises Unavailable: no server, a broken stub, no repository, a port that is taken."""
         if self._process is not None:
             raise RuntimeError("a TritonServer is started once")
-        check_ports(self._settings)
+        check_ports(self._settings.host, self._settings, "grpc_port", "http_port", "metrics_port")
         try:
             workdir = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="triptych-triton-"))
             settings = self._resources.enter_context(linked_traces(self._settings))
@@ -112,7 +111,7 @@ class TritonServer:
                 text=True,
                 errors="replace",
                 start_new_session=True,
-                preexec_fn=_end_with_parent if self._die_with_parent else None,
+                preexec_fn=end_with_parent if self._die_with_parent else None,
             )
         except OSError as error:
             self._resources.close()
@@ -212,27 +211,6 @@ def serve(settings: TritonSettings) -> int:
     return 0 if stopping.is_set() else 1
 
 
-def reachable(host: str) -> str:
-    """Returns an address that clients on this machine can use for a server that listens on `host`."""
-    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-
-
-def check_ports(settings: TritonSettings) -> None:
-    """Raises Unavailable (PORT_TAKEN), naming the knob, when one of Triton's ports cannot be listened on."""
-    for knob in ("grpc_port", "http_port", "metrics_port"):
-        port = getattr(settings, knob)
-        with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((settings.host, port))
-            except OSError as error:
-                raise Unavailable(
-                    f"Triton cannot listen on {settings.host}:{port} ({error.strerror}); stop what uses it, "
-                    f"or set TRIPTYCH_TRITON_{knob.upper()}",
-                    reason="PORT_TAKEN",
-                ) from None
-
-
 def remove_shared_memory(prefix: str) -> None:
     """Removes the regions that a killed server and its stubs have left under /dev/shm."""
     for region in _SHARED_MEMORY.glob(f"{prefix}*") if _SHARED_MEMORY.is_dir() else ():
@@ -246,8 +224,3 @@ def _kill_group(group: int) -> None:
         while time.monotonic() < deadline:
             os.killpg(group, signal.SIGKILL)
             time.sleep(0.02)
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
