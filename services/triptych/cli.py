@@ -69,6 +69,9 @@ def up(
     traces: Annotated[
         bool, typer.Option(envvar="TRIPTYCH_TRACES", help="keep the newest requests' spans for `triptych trace`")
     ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="once ready, print one JSON object with the addresses; logs go to stderr")
+    ] = False,
 ) -> None:
     """Runs Triton, worker, router and gateway on this machine until Ctrl-C, or until one of them dies."""
     from triptych.commands.up import run
@@ -79,7 +82,7 @@ def up(
     _set_environment("TRIPTYCH_ROUTER_PORT", port)
     _set_environment("TRIPTYCH_GATEWAY_PORT", http_port)
     with kept_spans(traces):
-        code = asyncio.run(run())
+        code = asyncio.run(run(as_json))
     sys.exit(code)
 
 
@@ -127,12 +130,15 @@ def export(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="LLaVA-format checkpoint folder")],
     repository: Annotated[Path, typer.Option(help="model repository to write to")] = Path("model_repository"),
     version: Annotated[int, typer.Option(min=1, help="version folder to write")] = 1,
+    as_json: Json = False,
 ) -> None:
     """Writes a checkpoint's vision encoder, projector and their ensemble as a Triton model repository."""
     from triptych.vision.export import export as write
 
     setup_logging("export")
     write(model_dir, repository, version)
+    if as_json:
+        print(json.dumps({"model": str(model_dir), "repository": str(repository), "version": version}))
 
 
 serve_app = typer.Typer(
@@ -209,13 +215,17 @@ def health(
     address: Annotated[
         str, typer.Argument(help="a service's host:port, or an http:// URL such as http://127.0.0.1:8080/ready")
     ] = client.DEFAULT_ADDRESS,
+    as_json: Json = False,
 ) -> None:
     """Exits 0 when the service at ADDRESS says it is serving, else 1; for container health checks."""
     from triptych.http_health import answers_ok
     from triptych.rpc.health import is_serving
 
     serving = asyncio.run(answers_ok(address) if address.startswith("http://") else is_serving(address))
-    print(f"{address} is {'serving' if serving else 'not serving'}")
+    if as_json:
+        print(json.dumps({"address": address, "serving": serving}))
+    else:
+        print(f"{address} is {'serving' if serving else 'not serving'}")
     sys.exit(0 if serving else 1)
 
 

@@ -60,6 +60,30 @@ def test_up_leaves_nothing_when_it_is_stopped_and_starts_again_on_the_same_ports
         assert not alive
 
 
+def test_up_says_as_json_where_it_serves_and_health_agrees() -> None:
+    settings = StackSettings.from_environment().on_free_ports()
+    up = subprocess.Popen(
+        [sys.executable, "-m", "triptych.cli", "up", "--json"],
+        env=environment_of(settings),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert up.stdout is not None
+        addresses = json.loads(up.stdout.readline())
+        assert addresses == {"router": settings.router_address, "gateway": settings.gateway_url}
+        for address in (addresses["router"], f"{addresses['gateway']}/ready"):
+            health = triptych("health", address, "--json")
+            assert json.loads(health.stdout) == {"address": address, "serving": True}
+            assert health.returncode == 0
+    finally:
+        up.terminate()
+        rest, _ = up.communicate(timeout=60)
+    assert up.returncode == 0
+    assert rest == ""
+
+
 def test_up_stopped_while_starting_leaves_nothing() -> None:
     up = start_up(environment_of(StackSettings.from_environment().on_free_ports()))
     while len(family_of(up.process.pid)) < 4:

@@ -1,6 +1,7 @@
 """`triptych up`: the stack in the foreground, its logs prefixed by service."""
 
 import asyncio
+import json
 import signal
 
 from rich.console import Console
@@ -11,12 +12,14 @@ from triptych.stack import StackSettings, running_stack
 _COLOURS = {"triton": "green", "worker": "magenta", "router": "cyan", "gateway": "blue"}
 
 
-async def run() -> int:
+async def run(as_json: bool) -> int:
     """Runs until SIGINT or SIGTERM (returns 0) or until a service dies (returns 1).
+
+    With `as_json` stdout gets one line, once all is ready; everything else goes to stderr.
 
     Raises Unavailable when the stack does not get ready.
     """
-    console = Console()
+    console = Console(stderr=as_json)
     settings = StackSettings.from_environment()
     stopping = asyncio.Event()
     main_task = asyncio.current_task()
@@ -48,6 +51,8 @@ async def run() -> int:
                 console.print(
                     f"[bold green]web page: {settings.gateway_url}/[/]  OpenAI API: {settings.gateway_url}/v1"
                 )
+            if as_json:
+                print(json.dumps({"router": address, "gateway": settings.gateway_url}), flush=True)
             death = asyncio.create_task(stack.wait())
             interrupt = asyncio.create_task(stopping.wait())
             done, pending = await asyncio.wait({death, interrupt}, return_when=asyncio.FIRST_COMPLETED)
