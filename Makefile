@@ -12,6 +12,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable '.[dev]'
+	-$(BIN)/triptych kernels
 	touch $(STAMP)
 
 demo: venv  ## Starts the stack, asks about a picture, prints answer, timings and trace, stops.

@@ -189,6 +189,20 @@ app.command()(trace.trace)
 
 
 @app.command()
+def kernels(as_json: Json = False) -> None:
+    """Builds the C++ engine that computes on CPU, unless it is there; otherwise the first worker does, in a minute."""
+    from triptych.worker.cpu.build import KernelsUnavailable, build_folder
+    from triptych.worker.cpu.library import best_isa
+
+    try:
+        isa = best_isa()
+    except KernelsUnavailable as error:
+        fail(f"the C++ engine cannot be used here, torch will compute instead: {error}")
+    folder = build_folder()
+    print(json.dumps({"isa": isa, "folder": str(folder)}) if as_json else f"{isa} kernels are ready in {folder}")
+
+
+@app.command()
 def config(as_json: Json = False) -> None:
     """Prints every knob with its present value and meaning."""
     knobs = [

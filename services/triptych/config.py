@@ -5,6 +5,7 @@ A knob is set by an environment variable, TRIPTYCH_<SERVICE>_<KNOB> in upper cas
 """
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -61,8 +62,14 @@ class WorkerSettings(BaseSettings):
         pattern="^(auto|float32|bfloat16|float16)$",
         description="auto: the checkpoint's own on CUDA, float32 on CPU",
     )
+    kernels: Literal["auto", "native", "torch"] = Field(
+        "auto", description="what computes on CPU; auto: the C++ engine where it can be built, else torch"
+    )
+    weights: Literal["auto", "int8"] = Field(
+        "auto", description="auto: weights in dtype; int8: half of bfloat16's bytes, C++ engine only, not lossless"
+    )
     threads: int | None = Field(
-        None, ge=1, description="torch threads on CPU; unset: one per 8 million parameters, at most all cores"
+        None, ge=1, description="threads that compute on CPU; unset: one per 8 million parameters, at most all cores"
     )
     kv_blocks: int | None = Field(
         None, ge=8, description="KV blocks of 16 tokens in the device pool; unset: what fits kv_cache_bytes"

@@ -33,6 +33,12 @@ WORDS = (
 )
 
 
+@pytest.fixture(params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    """What computes the steps."""
+    return str(request.param)
+
+
 def mixed_requests(
     model: LoadedModel, reference: Reference, count: int, longest_words: int
 ) -> tuple[list[GenerationRequest], list[list[Tensor]]]:
@@ -79,30 +85,31 @@ def assert_equals_transformers(model: LoadedModel, reference: Reference) -> None
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (DEMO / "model.safetensors").is_file(), reason="models/demo has not been trained")
-def test_200_mixed_prompts_submitted_at_once_equal_transformers_on_the_demo_model() -> None:
-    assert_equals_transformers(load(DEMO, kv_blocks=2048), Reference(DEMO))
+def test_200_mixed_prompts_submitted_at_once_equal_transformers_on_the_demo_model(kernels: str) -> None:
+    assert_equals_transformers(load(DEMO, kv_blocks=2048, kernels=kernels), Reference(DEMO))
 
 
 def test_200_mixed_prompts_submitted_at_once_equal_transformers_on_random_weights(
-    tiny: LoadedModel, tiny_reference: Reference
+    tiny_dir: Path, tiny_reference: Reference, kernels: str
 ) -> None:
-    assert_equals_transformers(tiny, tiny_reference)
+    assert_equals_transformers(load(tiny_dir, kernels=kernels), tiny_reference)
 
 
 def test_requests_run_one_at_a_time_equal_themselves_run_together(
-    tiny_dir: Path, tiny: LoadedModel, tiny_reference: Reference
+    tiny_dir: Path, tiny_reference: Reference, kernels: str
 ) -> None:
-    requests, _ = mixed_requests(tiny, tiny_reference, 40, longest_words=30)
-    together = run(tiny.engine, requests)
-    alone = load(tiny_dir, prefix_cache=False)
+    batched = load(tiny_dir, kernels=kernels)
+    requests, _ = mixed_requests(batched, tiny_reference, 40, longest_words=30)
+    together = run(batched.engine, requests)
+    alone = load(tiny_dir, prefix_cache=False, kernels=kernels)
     assert [run(alone.engine, [request])[0].tokens for request in requests] == [a.tokens for a in together]
 
 
 @pytest.mark.parametrize("step_token_budget", [16, 17, 64])
 def test_prefill_in_chunks_of_any_size_equals_transformers(
-    tiny_dir: Path, tiny_reference: Reference, step_token_budget: int
+    tiny_dir: Path, tiny_reference: Reference, step_token_budget: int, kernels: str
 ) -> None:
-    model = load(tiny_dir, step_token_budget=step_token_budget)
+    model = load(tiny_dir, step_token_budget=step_token_budget, kernels=kernels)
     requests, _ = mixed_requests(model, tiny_reference, 20, longest_words=30)
     for request, answer in zip(requests, run(model.engine, requests), strict=True):
         assert_greedy(tiny_reference, request, answer)
@@ -138,9 +145,9 @@ def test_prefill_in_chunks_of_any_size_equals_transformers(
         "llama3 rope",
     ],
 )
-def test_every_supported_variant_equals_transformers(tmp_path: Path, overrides: dict[str, Any]) -> None:
+def test_every_supported_variant_equals_transformers(tmp_path: Path, overrides: dict[str, Any], kernels: str) -> None:
     folder = write_checkpoint(tmp_path / "variant", **overrides)
-    model, reference = load(folder), Reference(folder)
+    model, reference = load(folder, kernels=kernels), Reference(folder)
     requests, _ = mixed_requests(model, reference, 10, longest_words=20)
     for request, answer in zip(requests, run(model.engine, requests), strict=True):
         assert_greedy(reference, request, answer)
@@ -148,9 +155,9 @@ def test_every_supported_variant_equals_transformers(tmp_path: Path, overrides: 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.2), ("float16", 0.03)])
 def test_narrow_types_choose_tokens_that_float32_finds_almost_as_likely(
-    tiny_dir: Path, tiny_reference: Reference, dtype: str, tolerance: float
+    tiny_dir: Path, tiny_reference: Reference, dtype: str, tolerance: float, kernels: str
 ) -> None:
-    model = load(tiny_dir, dtype=dtype)
+    model = load(tiny_dir, dtype=dtype, kernels=kernels)
     requests, _ = mixed_requests(model, tiny_reference, 10, longest_words=20)
     for request, answer in zip(requests, run(model.engine, requests), strict=True):
         assert_greedy(tiny_reference, request, answer, tolerance)

@@ -64,7 +64,7 @@ class Engine:
         self._running = AgingQueue()
         self._pins = Pins(pool.size)
         self._serials = itertools.count()
-        model_tokens, pool_tokens = runner.decoder.config.context_tokens, pool.size * BLOCK_TOKENS
+        model_tokens, pool_tokens = runner.config.context_tokens, pool.size * BLOCK_TOKENS
         self.computed_tokens = 0
         self.context_tokens = min(model_tokens, pool_tokens)
         self._context_knob = "kv_blocks or kv_cache_bytes" if pool_tokens < model_tokens else "the model's context"
@@ -91,8 +91,8 @@ class Engine:
             )
         if len(self._waiting) >= self._settings.max_waiting:
             raise Overloaded(f"max_waiting={self._settings.max_waiting} requests are queued; try again later")
-        decoder = self._runner.decoder
-        chooser = TokenChooser(request.sampling, prompt.token_ids, decoder.config.vocabulary, decoder.device)
+        runner = self._runner
+        chooser = TokenChooser(request.sampling, prompt.token_ids, runner.config.vocabulary, runner.device)
         text = TextStream(self._text_decoder, request.stopping.stop)
         due_s = time.monotonic() + request.priority * self._settings.max_wait_s
         sequence = Sequence(request, Rank(due_s, next(self._serials)), chooser, text)

@@ -1,4 +1,4 @@
-"""Executes a plan: gathers its tokens into tensors, runs the decoder, chooses tokens where logits are needed."""
+"""Executes a plan: gathers its tokens' embeddings, runs a step, chooses tokens where logits are needed."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,8 @@ from triptych.worker.engine.logprobs import TokenLogprobs, measure
 from triptych.worker.engine.sampler import choose_tokens
 from triptych.worker.engine.scheduler import Chunk, StepPlan
 from triptych.worker.kv.cache import KVCache
-from triptych.worker.kv.identity import BLOCK_TOKENS
-from triptych.worker.model.attention import AttentionBatch, ChunkView, view_chunk, view_decodes
-from triptych.worker.model.decoder import Decoder
+from triptych.worker.model.config import DecoderConfig
+from triptych.worker.model.step import SequenceRows, StepBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,80 +30,68 @@ class Outcome:
 
 
 class Runner:
-    """Owns the decoder and the cache's tensors."""
+    """From plans to tokens.
 
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
-        self.decoder = decoder
+    Attributes:
+        config: The decoder's shape.
+        device: Where it computes.
+        cache: The paged cache that `backend` reads and writes.
+        backend: What computes steps.
+    """
+
+    def __init__(self, config: DecoderConfig, embedding: Tensor, cache: KVCache, backend: StepBackend) -> None:
+        """`embedding` is [vocabulary, hidden], on the device and in the type of the backend's input."""
+        self.config = config
+        self.device = embedding.device
         self.cache = cache
+        self.backend = backend
+        self._embedding = embedding
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Outcome]:
         """Computes a plan's tokens. Returns one outcome for each of `plan.sequences()`, in that order."""
-        decoder = self.decoder
-        token_ids, positions = _flatten(plan)
-        visual, batch = self._describe(plan)
-        embedded = decoder.embed(torch.tensor(token_ids, device=decoder.device), visual)
-        hidden = decoder.forward(embedded, torch.tensor(positions, device=decoder.device), batch, self.cache)
-        # The last row of each sequence attends to all it has: if anything before is not finite, neither is that row.
-        last = hidden[_last_rows(plan, decoder.device)]
-        finite = last.isfinite().all(dim=-1).tolist()
+        embedded = self._embed(plan)
         completes = [True] * len(plan.decodes) + [chunk.completes for chunk in plan.chunks]
         choosers = [sequence.chooser for sequence, done in zip(plan.sequences(), completes, strict=True) if done]
-        if not choosers:
-            return [Outcome(None, ok) for ok in finite]
-        logits = decoder.logits(last[torch.tensor(completes, device=decoder.device)])
-        tokens: list[int] = choose_tokens(logits, choosers).tolist()
-        chosen = iter(zip(tokens, measure(logits, tokens, choosers), strict=True))
+        # A large vocabulary's logits are worth leaving where they are when all that is wanted is the largest one.
+        greedy = all(chooser.takes_largest for chooser in choosers)
+        result = self.backend.step(embedded, _rows(plan), logits=not greedy, greedy=greedy)
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs | None] = [None] * len(choosers)
+        if result.greedy is not None:
+            tokens = result.greedy.tolist()
+        elif result.logits is not None:
+            tokens = choose_tokens(result.logits, choosers).tolist()
+            logprobs = measure(result.logits, tokens, choosers)
+        chosen = iter(zip(tokens, logprobs, strict=True))
         nothing = (None, None)
         outcomes = []
-        for done, ok in zip(completes, finite, strict=True):
-            token, logprobs = next(chosen) if done else nothing
-            outcomes.append(Outcome(token, ok, logprobs))
+        for done, ok in zip(completes, result.finite.tolist(), strict=True):
+            token, likely = next(chosen) if done else nothing
+            outcomes.append(Outcome(token, ok, likely))
         return outcomes
 
-    def _describe(self, plan: StepPlan) -> tuple[list[tuple[int, Tensor]], AttentionBatch]:
-        """Returns the features to splice in, by row, and how the rows attend."""
-        device = self.decoder.device
-        slots: list[Tensor] = []
-        decodes = None
-        if plan.decodes:
-            contexts = [len(sequence.token_ids) for sequence in plan.decodes]
-            tables = [sequence.blocks for sequence in plan.decodes]
-            decodes = view_decodes(tables, contexts, BLOCK_TOKENS, device)
-            last = [
-                table[-1] * BLOCK_TOKENS + (n - 1) % BLOCK_TOKENS for table, n in zip(tables, contexts, strict=True)
-            ]
-            slots.append(torch.tensor(last, device=device))
-        visual: list[tuple[int, Tensor]] = []
-        chunks: list[ChunkView] = []
+    def _embed(self, plan: StepPlan) -> Tensor:
+        """Returns the embeddings of all rows, decodes first, with images' features in their places."""
+        token_ids = [sequence.token_ids[-1] for sequence in plan.decodes]
+        for chunk in plan.chunks:
+            token_ids += chunk.sequence.token_ids[chunk.start : chunk.end]
+        embedded = self._embedding[torch.tensor(token_ids, device=self.device)]
         row = len(plan.decodes)
         for chunk in plan.chunks:
-            visual += [(row + position - chunk.start, rows) for position, rows in _features(chunk)]
-            table = torch.tensor(chunk.sequence.blocks[: -(-chunk.end // BLOCK_TOKENS)], device=device)
-            places = torch.arange(chunk.start, chunk.end, device=device)
-            slots.append(table[places // BLOCK_TOKENS] * BLOCK_TOKENS + places % BLOCK_TOKENS)
-            chunks.append(view_chunk(row, chunk.start, chunk.tokens, table))
+            for position, features in _features(chunk):
+                first = row + position - chunk.start
+                embedded[first : first + len(features)] = features
             row += chunk.tokens
-        return visual, AttentionBatch(torch.cat(slots), decodes, tuple(chunks))
+        return embedded
 
 
-def _flatten(plan: StepPlan) -> tuple[list[int], list[int]]:
-    """Returns token ids and positions of all rows."""
-    token_ids = [sequence.token_ids[-1] for sequence in plan.decodes]
-    positions = [len(sequence.token_ids) - 1 for sequence in plan.decodes]
-    for chunk in plan.chunks:
-        token_ids += chunk.sequence.token_ids[chunk.start : chunk.end]
-        positions += range(chunk.start, chunk.end)
-    return token_ids, positions
-
-
-def _last_rows(plan: StepPlan, device: torch.device) -> Tensor:
-    rows = list(range(len(plan.decodes)))
-    end = len(rows)
-    for chunk in plan.chunks:
-        end += chunk.tokens
-        rows.append(end - 1)
-    return torch.tensor(rows, device=device)
+def _rows(plan: StepPlan) -> list[SequenceRows]:
+    decodes = [SequenceRows(1, len(sequence.token_ids), 1, sequence.blocks) for sequence in plan.decodes]
+    chunks = [
+        SequenceRows(chunk.tokens, chunk.end, int(chunk.completes), chunk.sequence.blocks) for chunk in plan.chunks
+    ]
+    return decodes + chunks
 
 
 def _features(chunk: Chunk) -> list[tuple[int, Tensor]]:

@@ -40,6 +40,11 @@ class TokenChooser:
         """Whether the most likely token is always taken."""
         return self.options.temperature < _GREEDY_BELOW
 
+    @property
+    def takes_largest(self) -> bool:
+        """Whether the largest logit alone says which token comes, and nobody wants to know more of them."""
+        return self.is_greedy and self.seen is None and self.options.top_logprobs is None
+
     def draw(self) -> float:
         """Returns the next number of this sequence's noise, in [0, 1)."""
         return min(self._noise.random(), _LARGEST_DRAW)

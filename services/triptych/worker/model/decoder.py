@@ -1,7 +1,5 @@
 """The decoder's arithmetic. It knows tokens, positions and slots; not sequences, requests or blocks."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
@@ -21,28 +19,6 @@ class Decoder:
         self.weights = weights
         embedding = weights.embedding
         self._rotary = Rotary(config.rope, config.head_dim, config.context_tokens, embedding.device, embedding.dtype)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are, and where inputs must be."""
-        return self.weights.embedding.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type of weights and activations."""
-        return self.weights.embedding.dtype
-
-    def embed(self, token_ids: Tensor, visual: Sequence[tuple[int, Tensor]]) -> Tensor:
-        """Returns embeddings [tokens, hidden] for `token_ids` [tokens], with features spliced in.
-
-        Args:
-            token_ids: Visual positions may hold any valid id.
-            visual: Pairs of (first row, features [rows, hidden]).
-        """
-        embedded = self.weights.embedding[token_ids]
-        for first_row, features in visual:
-            embedded[first_row : first_row + features.shape[0]] = features
-        return embedded
 
     def forward(self, embedded: Tensor, positions: Tensor, batch: AttentionBatch, cache: KVCache) -> Tensor:
         """Runs all layers, writes the tokens' keys and values into the cache and returns hidden states, not yet normed.

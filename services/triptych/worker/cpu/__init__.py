@@ -1,0 +1,1 @@
+"""The decoder's step on CPU, in C++."""

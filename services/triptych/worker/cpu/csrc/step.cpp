@@ -1,0 +1,362 @@
+#include "step.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "buffers.h"
+
+namespace triptych {
+namespace {
+
+// Up to this many rows, every thread normalises all of them for itself: cheaper than waiting for each other.
+constexpr int kPrivateRows = 4;
+// Contexts up to this long are split finely, so that one sequence keeps all threads busy. The split depends on the
+// context alone: a sequence's result does not depend on the batch around it.
+constexpr int kShortContext = 1024;
+constexpr int kShortPart = 64;
+static_assert(kShortPart <= kMaxPartTokens);
+
+int part_tokens(int context) { return context <= kShortContext ? kShortPart : kMaxPartTokens; }
+
+int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+struct Decoder::Buffers {
+  Buffer hidden;      // float [rows, hidden], the residual stream
+  Buffer normed;      // activations [rows, padded hidden]
+  Buffer qkv;         // float [rows, (heads + 2 * kv_heads) * head_dim]
+  Buffer attended;    // activations [rows, padded heads * head_dim]
+  Buffer gated;       // activations [rows, padded intermediate]
+  Buffer partials;    // float, decode parts
+  Buffer logits;      // float [logit rows, vocabulary], when the caller wants none
+  Buffer scratch;     // per thread
+  Buffer own_normed;  // per thread: activations [kPrivateRows + spare, padded hidden]
+  size_t scratch_stride = 0;
+  std::vector<std::atomic<int>> parts_done;  // Per sequence; zero between steps.
+};
+
+Decoder::Decoder(const DecoderShape& shape, WeightFormat format, Isa isa, int threads)
+    : shape_(shape),
+      format_(format),
+      kernels_(kernels_for(format == WeightFormat::kF32 ? std::min(isa, Isa::kAvx512) : isa)),
+      buffers_(std::make_unique<Buffers>()),
+      pool_(threads) {}
+
+Decoder::~Decoder() = default;
+
+void Decoder::add_layer(const LayerTensors& tensors) {
+  const DecoderShape& s = shape_;
+  const int queries = s.heads * s.head_dim, all = queries + 2 * s.kv_heads * s.head_dim;
+  Layer layer;
+  layer.attention_norm.assign(tensors.attention_norm, tensors.attention_norm + s.hidden);
+  layer.mlp_norm.assign(tensors.mlp_norm, tensors.mlp_norm + s.hidden);
+  if (tensors.qkv_bias) layer.qkv_bias.assign(tensors.qkv_bias, tensors.qkv_bias + all);
+  layer.qkv = pack(tensors.qkv, all, s.hidden, format_, arena_);
+  layer.output = pack(tensors.output, s.hidden, queries, format_, arena_);
+  layer.gate_up = pack_gate_up(tensors.gate_up, s.intermediate, s.hidden, format_, arena_);
+  layer.down = pack(tensors.down, s.hidden, s.intermediate, format_, arena_);
+  for (const Panels* panels : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+    weight_bytes_ += panels->panel_bytes * panels->count;
+  layers_.push_back(std::move(layer));
+}
+
+void Decoder::set_head(const float* final_norm, const float* head) {
+  final_norm_.assign(final_norm, final_norm + shape_.hidden);
+  head_ = pack(head, shape_.vocabulary, shape_.hidden, format_, arena_);
+  weight_bytes_ += head_.panel_bytes * head_.count;
+}
+
+void Decoder::set_rotary(const float* cosines, const float* sines) {
+  const size_t n = size_t(shape_.positions) * (shape_.head_dim / 2);
+  cosines_.assign(cosines, cosines + n);
+  sines_.assign(sines, sines + n);
+}
+
+void Decoder::set_cache(void* const* keys, void* const* values, int blocks, CacheType type) {
+  const size_t element = type == CacheType::kF32 ? 4 : 2;
+  const size_t bytes = element * blocks * kBlockTokens * shape_.kv_heads * shape_.head_dim;
+  for (int layer = 0; layer < shape_.layers; ++layer) {
+    prefer_huge_pages(keys[layer], bytes);
+    prefer_huge_pages(values[layer], bytes);
+  }
+  keys_.assign(keys, keys + shape_.layers);
+  values_.assign(values, values + shape_.layers);
+  blocks_ = blocks;
+  cache_type_ = type;
+}
+
+bool Decoder::accepts(const StepInput& input) const {
+  if (int(layers_.size()) != shape_.layers || !head_.data || cosines_.empty() || keys_.empty()) return false;
+  long tokens = 0;
+  for (int s = 0; s < input.sequence_count; ++s) {
+    const SequenceRows& q = input.sequences[s];
+    if (q.rows <= 0 || q.rows > q.context || q.logits < 0 || q.logits > q.rows) return false;
+    if (!input.positions && q.context > shape_.positions) return false;
+    for (int b = 0; b < divide_up(q.context, kBlockTokens); ++b) {
+      const int32_t block = input.tables[q.table + b];
+      if (block < 0 || block >= blocks_) return false;
+    }
+    tokens += q.rows;
+  }
+  if (input.positions)
+    for (int row = 0; row < input.tokens; ++row)
+      if (input.positions[row] < 0 || input.positions[row] >= shape_.positions) return false;
+  return tokens == input.tokens && tokens > 0;
+}
+
+void Decoder::plan(const StepInput& input) {
+  plan_.rows.clear();
+  last_plan_.rows.clear();
+  slots_.clear();
+  angles_.clear();
+  logit_rows_.clear();
+  int first = 0, out = 0;
+  for (int s = 0; s < input.sequence_count; ++s) {
+    const SequenceRows& q = input.sequences[s];
+    const int32_t* table = input.tables + q.table;
+    const int start = q.context - q.rows;
+    for (int position = start; position < q.context; ++position) {
+      slots_.push_back(table[position / kBlockTokens] * kBlockTokens + position % kBlockTokens);
+      angles_.push_back(input.positions ? input.positions[first + position - start] : position);
+    }
+    // The last row is always wanted: it tells whether the sequence's numbers are finite.
+    const int wanted = std::max(1, q.logits), skipped = q.rows - wanted;
+    plan_.rows.push_back({first, first, q.rows, start, table});
+    last_plan_.rows.push_back({first + skipped, out, wanted, start + skipped, table});
+    for (int i = wanted - q.logits; i < wanted; ++i) logit_rows_.push_back(out + i);
+    first += q.rows;
+    out += wanted;
+  }
+  plan_.out_rows = first;
+  last_plan_.out_rows = out;
+  plan_items(plan_);
+  plan_items(last_plan_);
+}
+
+void Decoder::plan_items(AttentionPlan& plan) const {
+  plan.items.clear();
+  plan.partials = 0;
+  const int tile = std::max(1, kQueryRows / (shape_.heads / shape_.kv_heads));
+  for (int r = 0; r < int(plan.rows.size()); ++r) {
+    const Rows& rows = plan.rows[r];
+    if (rows.count == 1) {
+      const int context = rows.position + 1, size = part_tokens(context), parts = divide_up(context, size);
+      for (int part = 0; part < parts; ++part)
+        plan.items.push_back(
+            {r, 0, part * size, std::min(size, context - part * size), part, parts, plan.partials});
+      plan.partials += parts;
+      continue;
+    }
+    for (int first = 0; first < rows.count; first += tile)
+      for (int kv_head = 0; kv_head < shape_.kv_heads; ++kv_head)
+        plan.items.push_back({r, kv_head, first, std::min(tile, rows.count - first), 0, 0, 0});
+  }
+}
+
+// One running step; every thread calls `run`.
+class Decoder::Step {
+ public:
+  Step(Decoder& decoder, const StepInput& input, const StepOutput& output);
+  void run(Team& team);
+
+ private:
+  using Buffers = Decoder::Buffers;
+
+  void* activations(const Buffer& buffer, size_t row, size_t ld) const { return buffer.data() + row * ld * element_; }
+  std::byte* scratch(Team& team) const { return b_.scratch.data() + team.index() * b_.scratch_stride; }
+
+  const void* normalise(Team& team, const float* weight, int rows);
+  void multiply(Team& team, const Product& product) const;
+  void rotate_and_write(Team& team, int layer) const;
+  void attend(Team& team, int layer, const AttentionPlan& plan) const;
+  void attend_part(const AttentionShape& shape, const AttentionPlan& plan, const AttentionItem& item) const;
+  void keep_wanted_rows() const;
+  void finish(Team& team);
+
+  Decoder& d_;
+  Buffers& b_;
+  const Kernels& k_;
+  const DecoderShape& s_;
+  const StepInput& input_;
+  const StepOutput& output_;
+  const size_t element_;  // Bytes of an activation.
+  const int queries_, keys_, qkv_;
+  const size_t ld_hidden_, ld_attended_, ld_gated_;
+};
+
+Decoder::Step::Step(Decoder& decoder, const StepInput& input, const StepOutput& output)
+    : d_(decoder),
+      b_(*decoder.buffers_),
+      k_(decoder.kernels_),
+      s_(decoder.shape_),
+      input_(input),
+      output_(output),
+      element_(k_.narrow_activations ? 2 : 4),
+      queries_(s_.heads * s_.head_dim),
+      keys_(s_.kv_heads * s_.head_dim),
+      qkv_(queries_ + 2 * keys_),
+      ld_hidden_(round_up(s_.hidden, kInputStep)),
+      ld_attended_(round_up(queries_, kInputStep)),
+      ld_gated_(round_up(s_.intermediate, kInputStep)) {
+  const size_t rows = input.tokens, spare = rows + kSpareRows;
+  b_.hidden.reserve(4 * rows * s_.hidden);
+  b_.normed.reserve(element_ * spare * ld_hidden_);
+  b_.qkv.reserve(4 * rows * qkv_);
+  b_.attended.reserve(element_ * spare * ld_attended_);
+  b_.gated.reserve(element_ * spare * ld_gated_);
+  const int partials = std::max(d_.plan_.partials, d_.last_plan_.partials);
+  b_.partials.reserve(4 * partials * partial_floats(s_.heads, s_.head_dim));
+  if (!output.logits && output.greedy) b_.logits.reserve(4 * d_.logit_rows_.size() * s_.vocabulary);
+  const size_t widest = std::max({ld_hidden_, ld_attended_, ld_gated_});
+  b_.scratch_stride = round_up(
+      std::max(k_.multiply_scratch(static_cast<int>(widest)), k_.prefill_scratch(s_.head_dim)) + 64, 4096);
+  b_.scratch.reserve(b_.scratch_stride * d_.pool_.threads());
+  b_.own_normed.reserve(element_ * d_.pool_.threads() * (kPrivateRows + kSpareRows) * ld_hidden_);
+  if (b_.parts_done.size() < d_.plan_.rows.size())
+    b_.parts_done = std::vector<std::atomic<int>>(2 * d_.plan_.rows.size());
+}
+
+void Decoder::Step::run(Team& team) {
+  k_.enter();
+  float* hidden = b_.hidden.floats();
+  team.for_each(input_.tokens, [&](long row) {
+    std::memcpy(hidden + row * s_.hidden, input_.embedded + row * s_.hidden, sizeof(float) * s_.hidden);
+  });
+  for (int index = 0; index < s_.layers; ++index) {
+    const Layer& layer = d_.layers_[index];
+    const bool last = index + 1 == s_.layers;
+    const AttentionPlan& plan = last ? d_.last_plan_ : d_.plan_;
+    const int rows = plan.out_rows;
+    const void* normed = normalise(team, layer.attention_norm.data(), input_.tokens);
+    const float* bias = layer.qkv_bias.empty() ? nullptr : layer.qkv_bias.data();
+    multiply(team, {&layer.qkv, normed, ld_hidden_, input_.tokens, Finish::kStore, b_.qkv.floats(), size_t(qkv_), bias,
+                    nullptr, 0});
+    rotate_and_write(team, index);
+    attend(team, index, plan);
+    if (last && rows < input_.tokens) team.for_each(1, [&](long) { keep_wanted_rows(); });
+    multiply(team, {&layer.output, b_.attended.data(), ld_attended_, rows, Finish::kAdd, hidden, size_t(s_.hidden),
+                    nullptr, nullptr, 0});
+    normed = normalise(team, layer.mlp_norm.data(), rows);
+    multiply(team, {&layer.gate_up, normed, ld_hidden_, rows, Finish::kSwiGlu, nullptr, 0, nullptr, b_.gated.data(),
+                    ld_gated_});
+    multiply(team, {&layer.down, b_.gated.data(), ld_gated_, rows, Finish::kAdd, hidden, size_t(s_.hidden), nullptr,
+                    nullptr, 0});
+  }
+  finish(team);
+  k_.leave();
+}
+
+// Returns activations [rows, padded hidden] of the residual stream's RMSNorm.
+const void* Decoder::Step::normalise(Team& team, const float* weight, int rows) {
+  const float* hidden = b_.hidden.floats();
+  if (rows <= kPrivateRows) {
+    const size_t own = size_t(team.index()) * (kPrivateRows + kSpareRows);
+    for (int row = 0; row < rows; ++row)
+      k_.norm(hidden + row * s_.hidden, weight, s_.epsilon, s_.hidden,
+              activations(b_.own_normed, own + row, ld_hidden_));
+    return activations(b_.own_normed, own, ld_hidden_);
+  }
+  team.for_each(rows, [&](long row) {
+    k_.norm(hidden + row * s_.hidden, weight, s_.epsilon, s_.hidden, activations(b_.normed, row, ld_hidden_));
+  });
+  return b_.normed.data();
+}
+
+void Decoder::Step::multiply(Team& team, const Product& product) const {
+  const int blocks = divide_up(product.rows, k_.row_block(product.weights->padded_inputs));
+  const int panels = product.weights->count;
+  // Blocks of rows are the outer loop: a block stays in the cache while panels stream by.
+  team.for_each(long(blocks) * panels, [&](long item) {
+    const int block = static_cast<int>(item / panels);
+    const int first = static_cast<int>(long(product.rows) * block / blocks);
+    const int end = static_cast<int>(long(product.rows) * (block + 1) / blocks);
+    k_.multiply(product, first, end - first, static_cast<int>(item % panels), scratch(team));
+  });
+}
+
+void Decoder::Step::rotate_and_write(Team& team, int layer) const {
+  const int half = s_.head_dim / 2;
+  const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(s_.head_dim));
+  const size_t bytes = d_.cache_type_ == CacheType::kF32 ? 4 : 2;
+  team.for_each(input_.tokens, [&](long row) {
+    float* queries = b_.qkv.floats() + row * qkv_;
+    float* keys = queries + queries_;
+    const float* cosines = d_.cosines_.data() + size_t(d_.angles_[row]) * half;
+    const float* sines = d_.sines_.data() + size_t(d_.angles_[row]) * half;
+    k_.rotate(queries, s_.heads, s_.head_dim, cosines, sines, scale);
+    k_.rotate(keys, s_.kv_heads, s_.head_dim, cosines, sines, 1.0f);
+    const size_t offset = bytes * keys_ * d_.slots_[row];
+    k_.write_cache(keys, keys_, d_.cache_type_, static_cast<std::byte*>(d_.keys_[layer]) + offset);
+    k_.write_cache(keys + keys_, keys_, d_.cache_type_, static_cast<std::byte*>(d_.values_[layer]) + offset);
+  });
+}
+
+void Decoder::Step::attend(Team& team, int layer, const AttentionPlan& plan) const {
+  const AttentionShape shape{s_.heads,       s_.kv_heads,      s_.head_dim,
+                             d_.cache_type_, d_.keys_[layer], d_.values_[layer]};
+  const int group = s_.heads / s_.kv_heads;
+  team.for_each(long(plan.items.size()), [&](long i) {
+    const AttentionItem& item = plan.items[i];
+    if (item.parts) return attend_part(shape, plan, item);
+    const Rows& rows = plan.rows[item.rows];
+    const float* queries =
+        b_.qkv.floats() + size_t(rows.first + item.first) * qkv_ + item.kv_head * group * s_.head_dim;
+    k_.prefill_tile(shape, item.kv_head, queries, qkv_, item.count, rows.position + item.first, rows.table,
+                    activations(b_.attended, rows.out + item.first, ld_attended_), ld_attended_, scratch(team));
+  });
+}
+
+void Decoder::Step::attend_part(const AttentionShape& shape, const AttentionPlan& plan,
+                                const AttentionItem& item) const {
+  const Rows& rows = plan.rows[item.rows];
+  const size_t stride = partial_floats(s_.heads, s_.head_dim);
+  float* partials = b_.partials.floats() + item.first_part * stride;
+  k_.decode_part(shape, b_.qkv.floats() + size_t(rows.first) * qkv_, {rows.table, item.first, item.count},
+                 partials + item.part * stride);
+  std::atomic<int>& done = b_.parts_done[item.rows];
+  if (item.parts > 1 && done.fetch_add(1, std::memory_order_acq_rel) + 1 < item.parts) return;
+  done.store(0, std::memory_order_relaxed);
+  k_.join_parts(partials, item.parts, s_.heads, s_.head_dim, activations(b_.attended, rows.out, ld_attended_));
+}
+
+// Moves the rows of the residual stream that the last layer continues with to the front.
+void Decoder::Step::keep_wanted_rows() const {
+  float* hidden = b_.hidden.floats();
+  for (const Rows& rows : d_.last_plan_.rows)
+    std::memmove(hidden + size_t(rows.out) * s_.hidden, hidden + size_t(rows.first) * s_.hidden,
+                 sizeof(float) * rows.count * s_.hidden);
+}
+
+void Decoder::Step::finish(Team& team) {
+  const float* hidden = b_.hidden.floats();
+  const auto& sequences = d_.last_plan_.rows;
+  const int rows = static_cast<int>(d_.logit_rows_.size());
+  team.for_each(rows + long(sequences.size()), [&](long i) {
+    if (i < rows) {
+      k_.norm(hidden + size_t(d_.logit_rows_[i]) * s_.hidden, d_.final_norm_.data(), s_.epsilon, s_.hidden,
+              activations(b_.normed, i, ld_hidden_));
+    } else {
+      const Rows& sequence = sequences[i - rows];
+      const size_t row = sequence.out + sequence.count - 1;
+      output_.finite[i - rows] = k_.is_finite(hidden + row * s_.hidden, s_.hidden);
+    }
+  });
+  float* logits = output_.logits ? output_.logits : b_.logits.floats();
+  if (!rows || !logits) return;
+  multiply(team, {&d_.head_, b_.normed.data(), ld_hidden_, rows, Finish::kStore, logits, size_t(s_.vocabulary),
+                  nullptr, nullptr, 0});
+  if (output_.greedy)
+    team.for_each(rows, [&](long i) { output_.greedy[i] = k_.argmax(logits + i * s_.vocabulary, s_.vocabulary); });
+}
+
+bool Decoder::step(const StepInput& input, const StepOutput& output) {
+  if (!accepts(input)) return false;
+  plan(input);
+  Step step(*this, input, output);
+  pool_.run([&](Team& team) { step.run(team); });
+  return true;
+}
+
+}  // namespace triptych

@@ -1,0 +1,56 @@
+"""What a step is given and what it gives, whatever computes it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class SequenceRows(NamedTuple):
+    """Trailing positions of one sequence.
+
+    Attributes:
+        rows: How many positions to compute, more than 0.
+        context: Positions up to the last of them, cached ones included.
+        logits: For how many of the last rows logits are wanted.
+        blocks: Block ids that cover `context`; may be more.
+    """
+
+    rows: int
+    context: int
+    logits: int
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave.
+
+    Attributes:
+        logits: [wanted rows, vocabulary], float32, in the order of the sequences; None if not asked for.
+        greedy: The first largest logit of each wanted row, [wanted rows], int32; None if not asked for.
+        finite: Whether the hidden state of each sequence's last row is finite, [sequences], bool.
+    """
+
+    logits: Tensor | None
+    greedy: Tensor | None
+    finite: Tensor
+
+
+class StepBackend(Protocol):
+    """Something that computes decoder steps over a paged KV cache."""
+
+    def step(
+        self, embedded: Tensor, sequences: Sequence[SequenceRows], *, logits: bool = True, greedy: bool = False
+    ) -> StepResult:
+        """Runs all layers over the rows of all sequences, and writes their keys and values into the cache.
+
+        A row attends to all positions of its sequence up to its own.
+
+        Args:
+            embedded: Token embeddings and features, [tokens, hidden]: the sequences' rows, one after another.
+            sequences: Which rows are whose.
+            logits: Whether to return logits.
+            greedy: Whether to return the most likely tokens.
+        """

@@ -1,0 +1,71 @@
+"""Decoder steps in plain torch: on CUDA, and on CPU where the C++ engine cannot be built."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from triptych.worker.kv.cache import KVCache
+from triptych.worker.kv.identity import BLOCK_TOKENS
+from triptych.worker.model.attention import AttentionBatch, ChunkView, view_chunk, view_decodes
+from triptych.worker.model.decoder import Decoder
+from triptych.worker.model.step import SequenceRows, StepResult
+
+
+class TorchBackend:
+    """A decoder and the cache's tensors."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+        self._decoder = decoder
+        self._cache = cache
+
+    @torch.inference_mode()
+    def step(
+        self, embedded: Tensor, sequences: Sequence[SequenceRows], *, logits: bool = True, greedy: bool = False
+    ) -> StepResult:
+        """Computes a step; see `StepBackend`. Single rows are computed together and must come first."""
+        positions, batch = _describe(sequences, embedded.device)
+        hidden = self._decoder.forward(embedded, positions, batch, self._cache)
+        ends: list[int] = []
+        wanted: list[int] = []
+        row = 0
+        for sequence in sequences:
+            row += sequence.rows
+            ends.append(row - 1)
+            wanted += range(row - sequence.logits, row)
+        # The last row of each sequence attends to all it has: if anything before is not finite, neither is that row.
+        finite = hidden[torch.tensor(ends, device=hidden.device)].isfinite().all(dim=-1)
+        if not wanted:
+            return StepResult(None, None, finite)
+        computed = self._decoder.logits(hidden[torch.tensor(wanted, device=hidden.device)])
+        return StepResult(computed if logits else None, computed.argmax(dim=-1) if greedy else None, finite)
+
+
+def _describe(sequences: Sequence[SequenceRows], device: torch.device) -> tuple[Tensor, AttentionBatch]:
+    """Returns each row's position, and how the rows attend."""
+    singles = 0
+    while singles < len(sequences) and sequences[singles].rows == 1:
+        singles += 1
+    slots: list[Tensor] = []
+    positions = [sequence.context - 1 for sequence in sequences[:singles]]
+    decodes = None
+    if singles:
+        tables = [sequence.blocks for sequence in sequences[:singles]]
+        contexts = [sequence.context for sequence in sequences[:singles]]
+        decodes = view_decodes(tables, contexts, BLOCK_TOKENS, device)
+        last = [
+            table[(n - 1) // BLOCK_TOKENS] * BLOCK_TOKENS + (n - 1) % BLOCK_TOKENS
+            for table, n in zip(tables, contexts, strict=True)
+        ]
+        slots.append(torch.tensor(last, device=device))
+    chunks: list[ChunkView] = []
+    row = singles
+    for sequence in sequences[singles:]:
+        start = sequence.context - sequence.rows
+        table = torch.tensor(sequence.blocks[: -(-sequence.context // BLOCK_TOKENS)], device=device)
+        places = torch.arange(start, sequence.context, device=device)
+        slots.append(table[places // BLOCK_TOKENS] * BLOCK_TOKENS + places % BLOCK_TOKENS)
+        chunks.append(view_chunk(row, start, sequence.rows, table))
+        positions += range(start, sequence.context)
+        row += sequence.rows
+    return torch.tensor(positions, device=device), AttentionBatch(torch.cat(slots), decodes, tuple(chunks))
