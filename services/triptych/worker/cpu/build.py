@@ -1,7 +1,7 @@
 """Builds the C++ step engine in csrc/ with the system's compiler, once per source and flags.
 
 It is plain C++20 behind a C interface: neither Python's nor torch's headers are needed, and torch's version does not
-matter. `triptych kernels` builds it ahead of time.
+matter. `triptych kernels` builds it ahead of time, and so does this file run as a program with a folder's name.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -85,3 +86,7 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise KernelsUnavailable(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+
+
+if __name__ == "__main__":
+    print(build(Path(sys.argv[1])))
