@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from numpy.random import Generator
@@ -107,11 +107,19 @@ _DESCRIBE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One question and its only right answer."""
+    """One question and its only right answer.
+
+    Attributes:
+        kind: What is asked.
+        question: In a user's words.
+        answer: Exactly as the model should say it.
+        cell: The grid cell that the answer names, where the question tells only the shape in it.
+    """
 
     kind: Kind
     question: str
     answer: str
+    cell: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +143,7 @@ def dialogue(scene: Scene, rng: Generator, kind: Kind | None = None) -> Dialogue
     if kind is None:
         kind = list(_KIND_SHARES)[int(rng.choice(len(_KIND_SHARES), p=list(_KIND_SHARES.values())))]
     turns = _turns(scene, rng, kind)
-    return Dialogue(turns[-1].kind, tuple(Turn(turn.kind, _reword(turn.question, rng), turn.answer) for turn in turns))
+    return Dialogue(turns[-1].kind, tuple(replace(turn, question=_reword(turn.question, rng)) for turn in turns))
 
 
 def without_image(rng: Generator, asked: Dialogue) -> Dialogue:
@@ -176,7 +184,7 @@ def _where(scene: Scene, rng: Generator) -> Turn | None:
     if found is None:
         return None
     shape, name = found
-    return Turn("where", _pick(_SINGULAR["where"], rng).format(x=name), PLACES[shape.cell])
+    return Turn("where", _pick(_SINGULAR["where"], rng).format(x=name), PLACES[shape.cell], shape.cell)
 
 
 def _colour(scene: Scene, rng: Generator) -> Turn | None:
@@ -223,16 +231,16 @@ def _follow_up(scene: Scene, rng: Generator) -> tuple[Turn, ...]:
         shapes = len(scene.shapes)
         question = _pick(("how many shapes are there?", "and how many shapes are there?"), rng)
         return first, Turn("follow_up", question, NUMBERS[shapes])
-    asks: list[tuple[str, str]] = []
+    asks: list[tuple[str, str, int | None]] = []
     if first.kind != "where" and first.kind != "what":
-        asks.append((_pick(("where is it?", "and where is it?", "where?"), rng), PLACES[shape.cell]))
+        asks.append((_pick(("where is it?", "and where is it?", "where?"), rng), PLACES[shape.cell], shape.cell))
     if first.kind != "colour":
         colour = _spelling(rng)
         wording = _pick(("what {c} is it?", "and what {c} is it?", "which {c} is it?", "what {c} does it have?"), rng)
-        asks.append((wording.format(c=colour), shape.colour))
-    asks.append((_pick(("what is it?", "what shape is it?", "and what shape is it?"), rng), shape_name(shape)))
-    question, answer = asks[int(rng.integers(len(asks)))]
-    return first, Turn("follow_up", question, answer)
+        asks.append((wording.format(c=colour), shape.colour, None))
+    asks.append((_pick(("what is it?", "what shape is it?", "and what shape is it?"), rng), shape_name(shape), None))
+    question, answer, cell = asks[int(rng.integers(len(asks)))]
+    return first, Turn("follow_up", question, answer, cell)
 
 
 def _meant(scene: Scene, turn: Turn) -> Shape | None:

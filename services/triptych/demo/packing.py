@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from numpy.random import Generator
@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from triptych.demo.dialogues import SYSTEM_PROMPTS, Dialogue, Kind, dialogue, without_image
+from triptych.demo.dialogues import SYSTEM_PROMPTS, Dialogue, Kind, Turn, dialogue, without_image
 from triptych.demo.drawing import NATIVE_SIZE, Scene, draw, random_scene
 from triptych.demo.scenes import held_out_rng, training_rng
 from triptych.demo.sight import cell_classes
@@ -21,8 +21,14 @@ from triptych.demo.vision import pixels_of
 IGNORED: Final = -100
 """Label of a position that carries no loss."""
 
-Segment = tuple[list[int], bool]
-"""Token ids, and whether they are an answer, which the model is to learn."""
+
+class Segment(NamedTuple):
+    """Token ids, whether they are an answer, which the model is to learn, and the cell that answer has to find."""
+
+    ids: list[int]
+    taught: bool = False
+    cell: int | None = None
+
 
 BRANCHES: Final = 8
 
@@ -41,6 +47,8 @@ class Batch:
         branches: Branch of each token, [rows, length]; padding is -1.
         sees: Whether a token may look at the shared part, [rows, length].
         labels: The next token where it belongs to an answer, else `IGNORED`, [rows, length].
+        sought: The grid cell that the next token's choice depends on where only its content is given, else `IGNORED`,
+            [rows, length].
         cells: What each grid cell shows, 0 for nothing, [rows, 9].
     """
 
@@ -50,6 +58,7 @@ class Batch:
     branches: Tensor
     sees: Tensor
     labels: Tensor
+    sought: Tensor
     cells: Tensor
 
     def visible(self) -> Tensor:
@@ -69,12 +78,14 @@ class _Row:
         self.branches: list[int] = []
         self.sees: list[bool] = []
         self.labels: list[int] = []
+        self.sought: list[int] = []
         self.shared = 0
 
     def add(self, branch: int, segments: list[Segment], *, sees: bool) -> None:
-        """Appends a branch made of (ids, is an answer) segments; branch 0 must come first."""
-        ids = [token for segment, _ in segments for token in segment]
-        taught = [answer for segment, answer in segments for _ in segment]
+        """Appends a branch; branch 0 must come first."""
+        ids = [token for segment in segments for token in segment.ids]
+        taught = [segment.taught for segment in segments for _ in segment.ids]
+        cells = [IGNORED if segment.cell is None else segment.cell for segment in segments for _ in segment.ids]
         start = self.shared if branch > 0 and sees else 0
         self.ids += ids
         self.positions += range(start, start + len(ids))
@@ -82,6 +93,7 @@ class _Row:
         self.sees += [sees] * len(ids)
         self.labels += [token if answer else IGNORED for token, answer in zip(ids[1:], taught[1:], strict=True)]
         self.labels.append(IGNORED)
+        self.sought += [*cells[1:], IGNORED]
         if branch == 0:
             self.shared = len(ids)
 
@@ -132,31 +144,30 @@ class Packer:
         return self._pack(rows, scenes, [draw(scene) for scene in scenes], size), told
 
     def _add_shared(self, row: _Row, patches: int, system: str | None) -> None:
-        row.add(
-            0, [*self._system(system), ([self._special[USER]] + [self._special[IMAGE]] * patches, False)], sees=True
-        )
+        picture = Segment([self._special[USER]] + [self._special[IMAGE]] * patches)
+        row.add(0, [*self._system(system), picture], sees=True)
 
     def _add_branch(self, row: _Row, branch: int, told: Dialogue, *, sees: bool, system: str | None = None) -> None:
-        segments: list[Segment] = [] if sees else [*self._system(system), ([self._special[USER]], False)]
+        segments: list[Segment] = [] if sees else [*self._system(system), Segment([self._special[USER]])]
         for number, turn in enumerate(told.turns):
-            segments.append((([self._special[USER]] if number else []) + self._text(turn.question), False))
-            segments += self._answer(turn.answer)
+            segments.append(Segment(([self._special[USER]] if number else []) + self._text(turn.question)))
+            segments += self._answer(turn)
         row.add(branch, segments, sees=sees)
 
     def _add_text_first(self, row: _Row, told: Dialogue, patches: int, rng: Generator) -> None:
         turn = told.turns[0]
         asked = [self._special[USER], *self._text(turn.question), *[self._special[IMAGE]] * patches]
-        row.add(0, [*self._system(_system(rng)), (asked, False), *self._answer(turn.answer)], sees=True)
+        row.add(0, [*self._system(_system(rng)), Segment(asked), *self._answer(turn)], sees=True)
 
     def _system(self, prompt: str | None) -> list[Segment]:
         if prompt is None:
             return []
-        return [([self._special[SYSTEM], *self._text(prompt), self._special[END]], False)]
+        return [Segment([self._special[SYSTEM], *self._text(prompt), self._special[END]])]
 
-    def _answer(self, answer: str) -> list[Segment]:
+    def _answer(self, turn: Turn) -> list[Segment]:
         return [
-            ([self._special[END], self._special[ASSISTANT]], False),
-            ([*self._text(answer), self._special[END]], True),
+            Segment([self._special[END], self._special[ASSISTANT]]),
+            Segment([*self._text(turn.answer), self._special[END]], taught=True, cell=turn.cell),
         ]
 
     def _text(self, text: str) -> list[int]:
@@ -175,6 +186,7 @@ class Packer:
             branches=padded([row.branches for row in rows], -1),
             sees=padded([[int(see) for see in row.sees] for row in rows], 0).bool(),
             labels=padded([row.labels for row in rows], IGNORED),
+            sought=padded([row.sought for row in rows], IGNORED),
             cells=torch.tensor([cell_classes(scene) for scene in scenes]),
         )
 

@@ -46,6 +46,13 @@ def cell_classes(scene: Scene) -> list[int]:
     return classes
 
 
+def cells_of_patches(patches: int) -> Tensor:
+    """The grid cell in which each patch of a square picture has its centre, [patches]."""
+    side = math.isqrt(patches)
+    along = (2 * torch.arange(side) + 1) * GRID // (2 * side)
+    return (along[:, None] * GRID + along).flatten()
+
+
 class SightReader(nn.Module):
     """Throw-away linear heads that say what the visual tokens hold."""
 
@@ -100,9 +107,7 @@ class TokenReader(nn.Module):
 
     def loss(self, visual: Tensor, cells: Tensor) -> Tensor:
         """How badly projected tokens [rows, tokens, width] tell their cell, and its class of `cells` [rows, 9]."""
-        side = math.isqrt(visual.shape[1])
-        along = (2 * torch.arange(side) + 1) * GRID // (2 * side)
-        place = (along[:, None] * GRID + along).flatten().expand(len(visual), -1)
+        place = cells_of_patches(visual.shape[1]).expand(len(visual), -1)
         content = cells.gather(1, place)
         return F.cross_entropy(self.place(visual).flatten(0, 1), place.flatten()) + F.cross_entropy(
             self.content(visual).flatten(0, 1), content.flatten()

@@ -21,6 +21,7 @@ from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from triptych.demo.checkpoint import new_model, processor, save
 from triptych.demo.draft import distil
+from triptych.demo.gaze import Gaze
 from triptych.demo.optimising import adamw, set_rate
 from triptych.demo.packing import IGNORED, Batch, Packer
 from triptych.demo.sight import SightReader, TokenReader, give_structure, learn_to_see
@@ -30,6 +31,7 @@ from triptych.demo.vision import vision_features
 PEAK_RATE: Final = 1.2e-3
 CELL_LOSS_WEIGHT: Final = 0.3
 TOKEN_LOSS_WEIGHT: Final = 0.3
+GAZE_LOSS_WEIGHT: Final = 0.5
 SAVE_EVERY: Final = 500
 
 
@@ -133,6 +135,7 @@ def train(out: Path, seed: int, sight_steps: int, steps: int, rows: int, state: 
         for name in parts.keys() & saved.keys():
             parts[name].load_state_dict(saved[name])
     save(out, model, processor(tokenizer))
+    gaze = Gaze(model)
     compile_layers(model)
     if not resumes:
         learn_to_see(model, reader, seed, sight_steps)
@@ -147,9 +150,12 @@ def train(out: Path, seed: int, sight_steps: int, steps: int, rows: int, state: 
         answers = F.cross_entropy(logits, labels)
         cells = reader.cell_loss(visual, batch.cells)
         tokens = token_reader.loss(visual, batch.cells)
+        looks = gaze.loss(batch)
         optimizer.zero_grad(set_to_none=True)
         token_optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(answers + CELL_LOSS_WEIGHT * cells + TOKEN_LOSS_WEIGHT * tokens)
+        torch.autograd.backward(
+            answers + CELL_LOSS_WEIGHT * cells + TOKEN_LOSS_WEIGHT * tokens + GAZE_LOSS_WEIGHT * looks
+        )
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         token_optimizer.step()
@@ -159,7 +165,7 @@ def train(out: Path, seed: int, sight_steps: int, steps: int, rows: int, state: 
             print(
                 f"step {step}/{steps} px {batch.pixels.shape[1]} length {batch.ids.shape[1]} "
                 f"answers {answers.item():.3f} cells {cells.item():.3f} places {tokens.item():.3f} "
-                f"right {exact:.3f} {seconds:.3f} s/step",
+                f"looks {looks.item():.3f} right {exact:.3f} {seconds:.3f} s/step",
                 flush=True,
             )
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
