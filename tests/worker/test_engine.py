@@ -288,13 +288,13 @@ def test_cancelling_a_waiting_request_that_pins_kv_gives_it_back(tiny: LoadedMod
 
 def watch(model: LoadedModel, look: Callable[[StepPlan], Any]) -> None:
     """Calls a function with every plan before it runs."""
-    run_plan = model.engine._runner.run
+    run_plan = model.engine.runner.run
 
     def watched(plan: StepPlan) -> Any:
         look(plan)
         return run_plan(plan)
 
-    model.engine._runner.run = watched  # type: ignore[method-assign]
+    model.engine.runner.run = watched  # type: ignore[method-assign]
 
 
 def test_an_exception_in_a_step_fails_those_who_took_part_and_nobody_else(
@@ -337,7 +337,7 @@ def test_numbers_that_are_not_finite_fail_their_request_and_never_reach_another(
         assert answers[0].error is not None
         assert answers[0].error.reason == "NOT_FINITE"
         assert answers[1].tokens == expected
-    cache = model.engine._runner.cache
+    cache = model.engine.runner.cache
     assert all(tensor.isfinite().all() for tensor in (*cache.keys, *cache.values))
 
 

@@ -143,8 +143,8 @@ async def test_a_hanging_engine_loses_readiness_and_falls_silent_while_the_serve
     async with run_worker(settings_for(tiny_dir, stall_timeout_s=0.3)) as worker:
         client = Client(worker)
         release = threading.Event()
-        run = worker.model.engine._runner.run
-        worker.model.engine._runner.run = lambda plan: (release.wait(20), run(plan))[1]  # type: ignore[method-assign]
+        run = worker.model.engine.runner.run
+        worker.model.engine.runner.run = lambda plan: (release.wait(20), run(plan))[1]  # type: ignore[method-assign]
         answer = asyncio.create_task(client.answer(request()))
         await asyncio.sleep(1.0)
         assert await client.health() == health_pb2.HealthCheckResponse.NOT_SERVING

@@ -1,4 +1,4 @@
-"""`triptych bench`: measures servers with one client."""
+"""`triptych bench`: measures servers with one client, and the engine alone."""
 
 import asyncio
 import json
@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from triptych.commands import bench_engine
+
 if TYPE_CHECKING:  # The command line starts quickly: what measures is imported when something is measured.
     from triptych.bench.benchmark import GoodputPlan, Plan
     from triptych.bench.report import Report
     from triptych.bench.targets.target import Target
 
-app = typer.Typer(help="Measures servers.", no_args_is_help=True)
+app = typer.Typer(help="Measures servers and the engine.", no_args_is_help=True)
+app.command()(bench_engine.engine)
+app.command()(bench_engine.model)
 
 SCENARIO_NAMES = ("text", "one-image", "four-images", "repeated-image", "multi-turn", "mixed")
 DEFAULT_URL = "http://127.0.0.1:8080/v1"

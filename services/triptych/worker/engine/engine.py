@@ -42,6 +42,7 @@ class Engine:
     called from one thread.
 
     Attributes:
+        runner: What computes its plans.
         context_tokens: Most prompt and output tokens together: the model's context or the pool, whichever is smaller.
         computed_tokens: Tokens computed since the start; it grows as long as there is work and all is well.
     """
@@ -54,7 +55,7 @@ class Engine:
         end_token_ids: frozenset[int],
         settings: WorkerSettings,
     ) -> None:
-        self._runner = runner
+        self.runner = runner
         self._pool = pool
         self._text_decoder = text_decoder
         self._end_token_ids = end_token_ids
@@ -91,7 +92,7 @@ class Engine:
             )
         if len(self._waiting) >= self._settings.max_waiting:
             raise Overloaded(f"max_waiting={self._settings.max_waiting} requests are queued; try again later")
-        runner = self._runner
+        runner = self.runner
         chooser = TokenChooser(request.sampling, prompt.token_ids, runner.config.vocabulary, runner.device)
         text = TextStream(self._text_decoder, request.stopping.stop)
         due_s = time.monotonic() + request.priority * self._settings.max_wait_s
@@ -123,7 +124,7 @@ class Engine:
             return []
         start_ns = time.time_ns()
         try:
-            outcomes = self._runner.run(plan)
+            outcomes = self.runner.run(plan)
         except Exception as error:
             log.exception("a step of %d sequences failed", len(plan.decodes) + len(plan.chunks))
             return [self._fail(sequence, _internal(error)) for sequence in plan.sequences()]
@@ -258,7 +259,7 @@ class Engine:
 
     def _discard(self, sequence: Sequence) -> tuple[Sequence, Event]:
         """Fails a sequence whose numbers are not finite, and lets none of them outlive it."""
-        self._runner.cache.wipe(sequence.blocks[sequence.identified :])
+        self.runner.cache.wipe(sequence.blocks[sequence.identified :])
         log.error("numbers are not finite; the request failed")
         return self._fail(
             sequence, TriptychError("the model's numbers are not finite for this request", reason="NOT_FINITE")

@@ -1,0 +1,87 @@
+"""Runs the worker's own engine, in process: all of a step but gRPC."""
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from triptych.config import WorkerSettings
+from triptych.worker.engine.request import GenerationRequest, StoppingOptions, TokenizedPrompt
+from triptych.worker.engine.sequence import Phase
+from triptych.worker.engine.sequence import Sequence as Running
+from triptych.worker.kv.blocks import blocks_for
+from triptych.worker.loading import load_model
+from triptych.worker.model.step import SequenceRows, StepBackend, StepResult
+
+
+class TimedBackend:
+    """Passes steps on and keeps how long the last one took."""
+
+    def __init__(self, backend: StepBackend) -> None:
+        self._backend = backend
+        self.seconds = 0.0
+
+    def step(
+        self, embedded: Tensor, sequences: Sequence[SequenceRows], *, logits: bool = True, greedy: bool = False
+    ) -> StepResult:
+        """As `StepBackend`."""
+        begin = time.perf_counter()
+        result = self._backend.step(embedded, sequences, logits=logits, greedy=greedy)
+        self.seconds = time.perf_counter() - begin
+        return result
+
+
+class Driver:
+    """A loaded checkpoint and its engine, whose arithmetic is timed apart.
+
+    Attributes:
+        model: The checkpoint.
+        running: What was started and has not been stopped.
+    """
+
+    def __init__(self, model_dir: Path, dtype: str, weights: str, threads: int | None, tokens: int) -> None:
+        """Loads `model_dir` with room for `tokens` positions in the KV cache. Raises what `load_model` does."""
+        settings = WorkerSettings.model_validate(
+            {
+                "model_dir": model_dir,
+                "device": "cpu",
+                "dtype": dtype,
+                "weights": weights,
+                "threads": threads,
+                "kv_blocks": blocks_for(tokens),
+                "prefix_cache": False,  # Else the second run of a prompt would cost nothing.
+            }
+        )
+        self.model = load_model(settings)
+        self.running: list[Running] = []
+        self._backend = TimedBackend(self.model.engine.runner.backend)
+        self.model.engine.runner.backend = self._backend
+        self._dice = random.Random(0)
+
+    def start(self, prompt_tokens: int, max_tokens: int) -> Running:
+        """Queues a greedy generation after random tokens; what they are makes no difference to the time."""
+        vocabulary = self.model.config.decoder.vocabulary
+        prompt = TokenizedPrompt(tuple(self._dice.randrange(vocabulary) for _ in range(prompt_tokens)))
+        request = GenerationRequest("bench", prompt, StoppingOptions(max_tokens, ignore_eos=True))
+        sequence, _ = self.model.engine.submit(request)
+        self.running.append(sequence)
+        return sequence
+
+    def step(self) -> tuple[float, float]:
+        """Runs one step. Returns its seconds, and how many of them were arithmetic."""
+        begin = time.perf_counter()
+        self.model.engine.step()
+        return time.perf_counter() - begin, self._backend.seconds
+
+    def decode_all(self) -> None:
+        """Runs steps until everything started decodes."""
+        while any(sequence.phase is not Phase.DECODE for sequence in self.running):
+            self.step()
+
+    def stop_all(self) -> None:
+        """Ends everything started."""
+        for sequence in self.running:
+            self.model.engine.cancel(sequence)
+        self.running.clear()
