@@ -59,6 +59,6 @@ class Gaze:
 
 def apply_rotary(projected: Tensor, width: int, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Heads of `width`, turned by their positions: [rows, heads, length, width] of [rows, length, heads * width]."""
-    heads = projected.unflatten(-1, (-1, width)).transpose(1, 2)
+    heads = projected.view(*projected.shape[:2], -1, width).transpose(1, 2)
     turned: Tensor = apply_rotary_pos_emb(heads, heads, *rotation)[0]
     return turned
