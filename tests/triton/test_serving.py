@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnxruntime
 import pytest
 import torch
 from opentelemetry import trace
@@ -43,6 +44,7 @@ class Running:
     server: TritonServer
     repository: Path
     spans: SpanStore
+    lines: list[str]
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +53,14 @@ def running(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     shutil.copytree(exported, repository)
     write_lookup_model(repository)
     write_bare_model(repository, "bare")
-    with (
-        SpanReceiver() as receiver,
-        TritonServer(settings_for(repository, trace_url=receiver.http_traces_url), die_with_parent=True) as server,
-    ):
-        yield Running(server, repository, receiver.store)
+    write_bare_model(repository, "accelerated")
+    with (repository / "accelerated" / "config.pbtxt").open("a") as config:
+        config.write('optimization { execution_accelerators { cpu_execution_accelerator [ { name: "openvino" } ] } }')
+    lines: list[str] = []
+    with SpanReceiver() as receiver:
+        settings = settings_for(repository, trace_url=receiver.http_traces_url)
+        with TritonServer(settings, lines.append, die_with_parent=True) as server:
+            yield Running(server, repository, receiver.store, lines)
 
 
 @pytest.fixture
@@ -131,6 +136,15 @@ async def test_a_config_of_one_line_is_completed_from_the_file(client: Inference
     assert config["input"] == [{"name": "index", "data_type": "TYPE_INT64", "dims": ["1"]}]
     assert config["output"] == [{"name": "row", "data_type": "TYPE_FP32", "dims": ["1", "2"]}]
     assert (await look_up(client, 1, 2, model="bare")).tolist() == [[[1, 10]], [[2, 20]]]
+
+
+async def test_an_accelerator_that_is_not_there_is_named_in_the_log_and_done_without(
+    client: InferenceServerClient, running: Running
+) -> None:
+    assert (await look_up(client, 1, 2, model="accelerated")).tolist() == [[[1, 10]], [[2, 20]]]
+    missing = "OpenVINOExecutionProvider" not in onnxruntime.get_available_providers()
+    told = [line for line in running.lines if "without the accelerator 'openvino'" in line]
+    assert bool(told) == missing
 
 
 async def test_a_model_that_cannot_be_loaded_says_why_and_is_taken_once_it_is_repaired(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+import onnxruntime
 import torch
 
 from triptych.errors import InvalidRequest
@@ -48,16 +49,13 @@ def export(
         pixels = TensorText("pixel_values", (3, -1, -1))
         features = TensorText("features", (-1, projector.linear_1.in_features))
         projected = TensorText("image_features", (-1, checkpoint.hidden_size))
-        encoder_file = (
-            stage_model(area, repository, ENCODER, version, onnx_config(ENCODER, pixels, features, MAX_BATCH_SIZE))
-            / "model.onnx"
-        )
-        projector_file = (
-            stage_model(
-                area, repository, PROJECTOR, version, onnx_config(PROJECTOR, features, projected, MAX_BATCH_SIZE)
-            )
-            / "model.onnx"
-        )
+        accelerator = best_accelerator()
+        if accelerator:
+            progress(f"Triton is to use {accelerator} where it runs on CPU")
+        encoder_config = onnx_config(ENCODER, pixels, features, MAX_BATCH_SIZE, cpu_accelerator=accelerator)
+        encoder_file = stage_model(area, repository, ENCODER, version, encoder_config) / "model.onnx"
+        projector_config = onnx_config(PROJECTOR, features, projected, MAX_BATCH_SIZE, cpu_accelerator=accelerator)
+        projector_file = stage_model(area, repository, PROJECTOR, version, projector_config) / "model.onnx"
         ensemble = ensemble_config(
             ENSEMBLE,
             (ENCODER, PROJECTOR),
@@ -82,6 +80,11 @@ def export(
     served = max(int(entry.name) for entry in (repository / ENCODER).iterdir() if entry.name.isdigit())
     if served > version:
         progress(f"note: Triton serves the highest version, which is {served}, not {version}")
+
+
+def best_accelerator() -> str | None:
+    """Returns the accelerator that this environment's onnxruntime has for the CPU, as Triton's config names it."""
+    return "openvino" if "OpenVINOExecutionProvider" in onnxruntime.get_available_providers() else None
 
 
 def router_parameter(checkpoint: VisionCheckpoint) -> str:

@@ -36,8 +36,11 @@ def onnx_config(
     max_batch_size: int,
     timeout_ms: int = 10_000,
     max_queue_size: int = 256,
+    cpu_accelerator: str | None = None,
 ) -> str:
     """Returns the config.pbtxt of an ONNX model that is batched dynamically.
+
+    `cpu_accelerator` is one that the server's onnxruntime has, "openvino"; without it the model still runs.
 
     Queue size and queue timeout are a safety net behind the caller's own limits. The thread counts are those of the
     C++ backend; 0 leaves the choice to it.
@@ -65,7 +68,7 @@ dynamic_batching {{
 }}
 {_parameter("intra_op_thread_count", "0")}
 {_parameter("inter_op_thread_count", "0")}
-"""
+{_accelerator(cpu_accelerator)}"""
 
 
 def ensemble_config(
@@ -105,6 +108,21 @@ def _tensors(kind: str, tensor: TensorText) -> str:
     dims: [ {dims} ]
   }}
 ]"""
+
+
+def _accelerator(name: str | None) -> str:
+    if name is None:
+        return ""
+    return f"""optimization {{
+  execution_accelerators {{
+    cpu_execution_accelerator [
+      {{
+        name: "{name}"
+      }}
+    ]
+  }}
+}}
+"""
 
 
 def _step(model: str, input_name: str, input_value: str, output_name: str, output_value: str) -> str:

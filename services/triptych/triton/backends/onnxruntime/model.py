@@ -1,8 +1,9 @@
 """ONNX Runtime as a Python-based Triton backend: serves `<model>/<version>/model.onnx` where there is no C++ backend.
 
 Triton loads this file inside the Python backend's stub, alone: it may not import triptych. It reads the same
-`config.pbtxt` as the C++ backend: `max_batch_size`, `instance_group`, `default_model_filename` and the parameters
-`intra_op_thread_count`, `inter_op_thread_count` and `execution_mode`.
+`config.pbtxt` as the C++ backend: `max_batch_size`, `instance_group`, `default_model_filename`, the execution
+accelerators `openvino` (CPU), `tensorrt` and `cuda` (GPU), and the parameters `intra_op_thread_count`,
+`inter_op_thread_count` and `execution_mode`.
 """
 
 import json
@@ -17,6 +18,10 @@ import triton_python_backend_utils as pb_utils
 
 DEFAULT_MODEL_FILE = "model.onnx"
 DEFAULT_MAX_BATCH_SIZE = 4  # What the C++ backend assumes for a model that batches and whose config names no limit.
+
+# Accelerators as config.pbtxt names them, and what ONNX Runtime calls them.
+CPU_ACCELERATORS = {"openvino": "OpenVINOExecutionProvider"}
+GPU_ACCELERATORS = {"tensorrt": "TensorrtExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 Feed = dict[str, npt.NDArray[Any]]
 Item = tuple[int, Any, Feed]  # A request's place in the batch, the request, its inputs.
@@ -155,7 +160,7 @@ def open_session(path: Path, config: dict[str, Any], *, device: int | None = Non
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        session = ort.InferenceSession(str(path), options, providers=choose_providers(device))
+        session = ort.InferenceSession(str(path), options, providers=choose_providers(path, config, device, options))
     except Exception as error:
         raise pb_utils.TritonModelException(f"ONNX Runtime cannot load {path}: {error}") from error
     if device is not None and "CUDAExecutionProvider" not in session.get_providers():
@@ -166,11 +171,45 @@ def open_session(path: Path, config: dict[str, Any], *, device: int | None = Non
     return session
 
 
-def choose_providers(device: int | None) -> list[Any]:
-    """Returns ONNX Runtime's providers in order of preference for GPU `device`, or for the CPU."""
-    if device is not None and "CUDAExecutionProvider" in ort.get_available_providers():
-        return [("CUDAExecutionProvider", {"device_id": str(device)}), "CPUExecutionProvider"]
-    return ["CPUExecutionProvider"]
+def choose_providers(path: Path, config: dict[str, Any], device: int | None, options: Any) -> list[Any]:
+    """Returns ONNX Runtime's providers in order of preference for GPU `device`, or for the CPU.
+
+    An accelerator that the config names and this onnxruntime does not have is left out, with a line in the log.
+    """
+    known = CPU_ACCELERATORS if device is None else GPU_ACCELERATORS
+    kind = "cpu_execution_accelerator" if device is None else "gpu_execution_accelerator"
+    listed = config.get("optimization", {}).get("execution_accelerators", {}).get(kind, [])
+    named = [entry["name"] for entry in listed]
+    wanted = [known[name] for name in named if name in known]
+    if device is not None and "CUDAExecutionProvider" not in wanted:
+        wanted.append("CUDAExecutionProvider")
+    offered = ort.get_available_providers()
+    for name in named:
+        if known.get(name) not in offered:
+            pb_utils.Logger.log_warn(
+                f"{path} runs without the accelerator {name!r}: onnxruntime {ort.__version__} offers "
+                f"{', '.join(offered)}"
+            )
+    chosen = [(name, provider_options(name, device, options)) for name in wanted if name in offered]
+    return [*chosen, "CPUExecutionProvider"]
+
+
+def provider_options(provider: str, device: int | None, options: Any) -> dict[str, str]:
+    """Returns how a provider is set up. OpenVINO computes in bfloat16 where the processor does so itself."""
+    if provider != "OpenVINOExecutionProvider":
+        return {"device_id": str(device)}
+    precision = "bf16" if has_bfloat16(Path("/proc/cpuinfo")) else "f32"
+    hints = {"CPU": {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": options.intra_op_num_threads}}
+    return {"device_type": "CPU", "load_config": json.dumps(hints)}
+
+
+def has_bfloat16(cpuinfo: Path) -> bool:
+    """Tells whether an x86 processor multiplies bfloat16."""
+    try:
+        words = cpuinfo.read_text().split()
+    except OSError:
+        return False
+    return "avx512_bf16" in words or "amx_bf16" in words
 
 
 def parameter(config: dict[str, Any], name: str) -> int:
