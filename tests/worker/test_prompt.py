@@ -143,3 +143,19 @@ def test_a_raw_prompt_is_the_text_alone_and_special_tokens_in_it_are_text(prompt
     encoded = prompts.encode_raw("hi <image>")
     assert IMAGE not in encoded.token_ids and not encoded.spans
     assert len(encoded.token_ids) < len(prompts.encode([Turn("user", ("hi <image>",))]).token_ids)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}",
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}<|end|>{% endfor %}",
+    ],
+    ids=["adds", "trims"],
+)
+def test_templates_that_take_plain_strings_get_them(tmp_path: Path, template: str) -> None:
+    write_tokenizer(tmp_path, template)
+    prompt = PromptEncoder(tmp_path, IMAGE).encode([Turn("user", ("look ", picture(1, 2), "well"))])
+    user, end = SPECIALS.index("<|user|>"), SPECIALS.index("<|end|>")
+    assert prompt.token_ids[0] == user and prompt.token_ids[-1] == end
+    assert [(span.start, span.count) for span in prompt.spans] == [(prompt.token_ids.index(IMAGE), 2)]

@@ -62,6 +62,8 @@ class PromptEncoder:
         if self._template.chat_template is None:
             self._template.chat_template = _processor_template(model_dir)
         self._image_token_id = image_token_id
+        self._image_text = "" if image_token_id is None else str(self._template.convert_ids_to_tokens(image_token_id))
+        self._takes_parts = self._template_takes_parts()
         description = json.loads(self._template.backend_tokenizer.to_str())
         description["truncation"] = description["padding"] = None
         self.text_decoder = Tokenizer.from_str(json.dumps(description))
@@ -112,21 +114,29 @@ class PromptEncoder:
         return TokenizedPrompt(tuple(token_ids))
 
     def _render(self, turns: Sequence[Turn]) -> str:
-        messages = [
-            {
-                "role": turn.role,
-                "content": [
-                    {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
-                    for part in turn.parts
-                ],
-            }
-            for turn in turns
-        ]
+        messages = [{"role": turn.role, "content": self._content(turn)} for turn in turns]
         try:
             rendered: str = self._template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             raise InvalidRequest(f"the model's chat template: {error}", reason="CHAT_TEMPLATE") from None
         return rendered
+
+    def _content(self, turn: Turn) -> str | list[dict[str, str]]:
+        """Returns a turn's content as the template takes it; a plain string holds the image token where images are."""
+        if self._takes_parts:
+            return [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in turn.parts
+            ]
+        return "".join(part if isinstance(part, str) else self._image_text for part in turn.parts)
+
+    def _template_takes_parts(self) -> bool:
+        """Tells whether the template takes lists of parts; those of language models mostly want plain strings."""
+        parts = [{"type": "text", "text": "probe"}]
+        try:
+            rendered = str(self._template.apply_chat_template([{"role": "user", "content": parts}], tokenize=False))
+        except (TemplateError, TypeError):
+            return False
+        return "probe" in rendered and str(parts) not in rendered
 
     def _encode_guarded(self, turns: Sequence[Turn], rendered: str) -> list[int]:
         """Encodes a dialogue whose text holds special tokens.

