@@ -80,6 +80,12 @@ class WorkerSettings(BaseSettings):
     step_token_budget: int = Field(
         512, ge=16, description="most tokens one step computes: all decodes, then prefill chunks up to this"
     )
+    speculative_tokens: int = Field(
+        0,
+        ge=0,
+        le=15,
+        description="most tokens guessed from earlier text and checked in one step; answers stay the same; 0: off",
+    )
     max_wait_s: float = Field(5.0, gt=0, description="seconds of waiting that lift a request by one priority class")
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of a request that names none")
     prefix_cache: bool = Field(True, description="keep KV of finished requests for prefix reuse while memory lasts")

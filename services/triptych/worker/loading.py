@@ -77,7 +77,9 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
     cache = KVCache(config.decoder, blocks, device, dtype)
     backend, kind = choose_backend(settings, config.decoder, weights, cache)
     runner = Runner(config.decoder, weights.embedding, cache, backend)
-    engine = Engine(runner, BlockPool(blocks), prompts.text_decoder, config.end_token_ids, settings)
+    engine = Engine(
+        runner, BlockPool(blocks), prompts.text_decoder, config.end_token_ids, settings, config.image_token_id
+    )
     name = settings.model_name or model_dir.resolve().name
     log.info(
         "loaded %s in %.1f s: %s on %s (%s), %d KV blocks, context of %d tokens",

@@ -54,13 +54,15 @@ class Engine:
         text_decoder: TokenDecoder,
         end_token_ids: frozenset[int],
         settings: WorkerSettings,
+        image_token_id: int | None = None,
     ) -> None:
+        self._image_token_id = image_token_id
         self.runner = runner
         self._pool = pool
         self._text_decoder = text_decoder
         self._end_token_ids = end_token_ids
         self._settings = settings
-        self._budget = TokenBudget.of(settings.step_token_budget, settings.max_running)
+        self._budget = TokenBudget.of(settings.step_token_budget, settings.max_running, settings.speculative_tokens)
         self._waiting = AgingQueue()
         self._running = AgingQueue()
         self._pins = Pins(pool.size)
@@ -96,7 +98,7 @@ class Engine:
         chooser = TokenChooser(request.sampling, prompt.token_ids, runner.config.vocabulary, runner.device)
         text = TextStream(self._text_decoder, request.stopping.stop)
         due_s = time.monotonic() + request.priority * self._settings.max_wait_s
-        sequence = Sequence(request, Rank(due_s, next(self._serials)), chooser, text)
+        sequence = Sequence(request, Rank(due_s, next(self._serials)), chooser, text, self._image_token_id)
         self._pin(sequence)
         self._waiting.add(sequence)
         return sequence, Queued(len(prompt.token_ids))
@@ -196,9 +198,13 @@ class Engine:
                     yield self._discard(sequence)
                     continue
                 self._advance(sequence, chunk, start_ns, now_ns)
-                if outcome.token is not None:
-                    for event in self._take_token(sequence, outcome.token, outcome.logprobs, now_ns):
+                for index, (token, logprobs) in enumerate(zip(outcome.tokens, outcome.logprobs, strict=True)):
+                    if index:
+                        sequence.computed += 1  # The token before was guessed right: its KV is there.
+                    for event in self._take_token(sequence, token, logprobs, now_ns):
                         yield sequence, event
+                    if sequence.phase is Phase.ENDED:
+                        break
             except Exception as error:
                 log.exception("a sequence failed")
                 yield self._fail(sequence, _internal(error))

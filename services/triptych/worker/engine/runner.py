@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from triptych.errors import IntegrityError
-from triptych.worker.engine.logprobs import TokenLogprobs, measure
-from triptych.worker.engine.sampler import choose_tokens
+from triptych.worker.engine.choosing import Chosen, Wanted, choose, confirm
+from triptych.worker.engine.logprobs import TokenLogprobs
 from triptych.worker.engine.scheduler import Chunk, StepPlan
 from triptych.worker.kv.cache import KVCache
 from triptych.worker.model.config import DecoderConfig
@@ -19,14 +19,14 @@ class Outcome:
     """What a step gave one sequence.
 
     Attributes:
-        token: The next token; None when prefill is not complete yet.
-        finite: Whether the model's numbers are; if not, the token is meaningless.
-        logprobs: How likely the token was; None unless the request asks.
+        tokens: The next token, and further ones where guesses came true; none when prefill is not complete yet.
+        finite: Whether the model's numbers are; if not, the tokens are meaningless.
+        logprobs: For each token how likely it was; None unless the request asks.
     """
 
-    token: int | None
+    tokens: tuple[int, ...]
     finite: bool
-    logprobs: TokenLogprobs | None = None
+    logprobs: tuple[TokenLogprobs | None, ...]
 
 
 class Runner:
@@ -50,34 +50,33 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Outcome]:
         """Computes a plan's tokens. Returns one outcome for each of `plan.sequences()`, in that order."""
-        embedded = self._embed(plan)
-        completes = [True] * len(plan.decodes) + [chunk.completes for chunk in plan.chunks]
-        choosers = [sequence.chooser for sequence, done in zip(plan.sequences(), completes, strict=True) if done]
+        rows = _rows(plan)
+        wanted = [
+            Wanted(row.logits, sequence.chooser, guess)
+            for row, sequence, guess in zip(rows, plan.sequences(), _guesses(plan), strict=True)
+        ]
         # A large vocabulary's logits are worth leaving where they are when all that is wanted is the largest one.
-        greedy = all(chooser.takes_largest for chooser in choosers)
-        result = self.backend.step(embedded, _rows(plan), logits=not greedy, greedy=greedy)
-        tokens: list[int] = []
-        logprobs: list[TokenLogprobs | None] = [None] * len(choosers)
+        greedy = all(each.chooser.takes_largest for each in wanted if each.rows)
+        result = self.backend.step(self._embed(plan), rows, logits=not greedy, greedy=greedy)
+        chosen: list[Chosen] = [((), ())] * len(rows)
         if result.greedy is not None:
-            tokens = result.greedy.tolist()
+            chosen = confirm(result.greedy.tolist(), wanted)
         elif result.logits is not None:
-            tokens = choose_tokens(result.logits, choosers).tolist()
-            logprobs = measure(result.logits, tokens, choosers)
-        chosen = iter(zip(tokens, logprobs, strict=True))
-        nothing = (None, None)
-        outcomes = []
-        for done, ok in zip(completes, result.finite.tolist(), strict=True):
-            token, likely = next(chosen) if done else nothing
-            outcomes.append(Outcome(token, ok, likely))
-        return outcomes
+            chosen = choose(result.logits, wanted)
+        return [
+            Outcome(tokens, finite, logprobs)
+            for (tokens, logprobs), finite in zip(chosen, result.finite.tolist(), strict=True)
+        ]
 
     def _embed(self, plan: StepPlan) -> Tensor:
         """Returns the embeddings of all rows, decodes first, with images' features in their places."""
-        token_ids = [sequence.token_ids[-1] for sequence in plan.decodes]
+        token_ids: list[int] = []
+        for sequence, guess in zip(plan.decodes, plan.guesses, strict=True):
+            token_ids += (sequence.token_ids[-1], *guess)
+        row = len(token_ids)
         for chunk in plan.chunks:
             token_ids += chunk.sequence.token_ids[chunk.start : chunk.end]
         embedded = self._embedding[torch.tensor(token_ids, device=self.device)]
-        row = len(plan.decodes)
         for chunk in plan.chunks:
             for position, features in _features(chunk):
                 first = row + position - chunk.start
@@ -87,11 +86,18 @@ class Runner:
 
 
 def _rows(plan: StepPlan) -> list[SequenceRows]:
-    decodes = [SequenceRows(1, len(sequence.token_ids), 1, sequence.blocks) for sequence in plan.decodes]
+    decodes = [
+        SequenceRows(1 + len(guess), len(sequence.token_ids) + len(guess), 1 + len(guess), sequence.blocks)
+        for sequence, guess in zip(plan.decodes, plan.guesses, strict=True)
+    ]
     chunks = [
         SequenceRows(chunk.tokens, chunk.end, int(chunk.completes), chunk.sequence.blocks) for chunk in plan.chunks
     ]
     return decodes + chunks
+
+
+def _guesses(plan: StepPlan) -> list[tuple[int, ...]]:
+    return [*plan.guesses, *[()] * len(plan.chunks)]
 
 
 def _features(chunk: Chunk) -> list[tuple[int, Tensor]]:

@@ -56,19 +56,21 @@ class StepPlan:
     Attributes:
         preempted: Running sequences that go back to waiting, because blocks ran out.
         admitted: Waiting sequences that begin to run; each has a chunk.
-        decodes: Sequences that compute and produce one token each.
+        decodes: Sequences that compute and produce one token each, or more where guesses come true.
         chunks: Prefill work.
+        guesses: For each decode, tokens that may follow, to be checked in the same step.
     """
 
     preempted: tuple[Sequence, ...]
     admitted: tuple[Admission, ...]
     decodes: tuple[Sequence, ...]
     chunks: tuple[Chunk, ...]
+    guesses: tuple[tuple[int, ...], ...]
 
     @property
     def tokens(self) -> int:
         """Tokens the step computes."""
-        return len(self.decodes) + sum(chunk.tokens for chunk in self.chunks)
+        return len(self.decodes) + sum(map(len, self.guesses)) + sum(chunk.tokens for chunk in self.chunks)
 
     def sequences(self) -> Iterator[Sequence]:
         """Iterates over the sequences that take part, decodes first: the order of the step's results."""
@@ -84,7 +86,7 @@ def plan_step(waiting: AgingQueue, running: AgingQueue, budget: TokenBudget, poo
     finds none, the running sequence of the lowest rank is preempted; the one of the highest rank therefore always
     gets on, and with it everything else in turn.
 
-    Pure: it changes neither queues nor pool.
+    What is left of the budget goes to guesses. Pure: it changes neither queues nor pool.
     """
     decodes, preempted, available = _plan_decodes(running, pool)
     room = budget.tokens - len(decodes)
@@ -114,7 +116,20 @@ def plan_step(waiting: AgingQueue, running: AgingQueue, budget: TokenBudget, poo
         start = len(reused) * BLOCK_TOKENS
         chunks.append(Chunk(sequence, start, min(room, len(sequence.token_ids) - start)))
         room -= chunks[-1].tokens
-    return StepPlan(tuple(preempted), tuple(admitted), tuple(decodes), tuple(chunks))
+    guesses = []
+    for sequence in decodes:
+        guesses.append(_guess(sequence, min(room, budget.guesses)))
+        room -= len(guesses[-1])
+    return StepPlan(tuple(preempted), tuple(admitted), tuple(decodes), tuple(chunks), tuple(guesses))
+
+
+def _guess(sequence: Sequence, most: int) -> tuple[int, ...]:
+    """Guesses as many tokens as fit into the block of the last one, and as may still be generated behind the next."""
+    known = len(sequence.token_ids)
+    most = min(most, blocks_for(known) * BLOCK_TOKENS - known, sequence.most_tokens - known - 1)
+    if most <= 0 or sequence.chooser.seen is not None:  # A repetition penalty depends on each token before.
+        return ()
+    return sequence.guesser.guess(sequence.token_ids, most)
 
 
 def _plan_decodes(running: AgingQueue, pool: BlockPool) -> tuple[list[Sequence], list[Sequence], int]:

@@ -9,6 +9,7 @@ from triptych.worker.detokenizer import TextStream
 from triptych.worker.engine.logprobs import TokenChoice
 from triptych.worker.engine.request import GenerationRequest
 from triptych.worker.engine.sampler import TokenChooser
+from triptych.worker.engine.speculation import Guesser
 from triptych.worker.engine.timeline import Timeline
 from triptych.worker.kv.identity import BLOCK_TOKENS, BlockIdentity, identify_block, root_key
 
@@ -51,13 +52,21 @@ class Sequence:
         identified: Leading blocks that were offered to the prefix cache or came from it.
         cached_tokens: Prompt positions that came from the prefix cache when it was first admitted.
         chooser: Chooses its tokens.
+        guesser: Guesses them, where the settings want that.
         text: Turns its tokens into text.
         unsent_tokens: Tokens not yet accounted for by a chunk of text.
         unsent_choices: How likely these were, if the request asks for that.
         timeline: When its stages happened.
     """
 
-    def __init__(self, request: GenerationRequest, rank: Rank, chooser: TokenChooser, text: TextStream) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        rank: Rank,
+        chooser: TokenChooser,
+        text: TextStream,
+        image_token_id: int | None = None,
+    ) -> None:
         self.request = request
         self.rank = rank
         self.phase = Phase.WAITING
@@ -68,6 +77,7 @@ class Sequence:
         self.identified = 0
         self.cached_tokens = 0
         self.chooser = chooser
+        self.guesser = Guesser(image_token_id)
         self.text = text
         self.unsent_tokens = 0
         self.unsent_choices: list[TokenChoice] = []
