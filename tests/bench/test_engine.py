@@ -1,0 +1,66 @@
+"""`triptych bench engine` on the demo model: figures that hang together. How good they are is no test's business."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from triptych.bench.engine.checkpoint import write_smollm2
+from triptych.bench.engine.limits import kv_bytes, prefill_flops, weight_bytes
+from triptych.config import bundled
+from triptych.errors import Unavailable
+from triptych.worker.model.config import load_model_config
+
+
+@pytest.mark.slow
+def test_the_json_line_has_shares_and_the_ratio_to_transformers() -> None:
+    command = [sys.executable, "-m", "triptych.cli", "bench", "engine", "--model", str(bundled("models/demo"))]
+    sizes = ["--sequences", "1", "--sequences", "4", "--prompts", "64", "--samples", "3", "--dtype", "float32"]
+    result = subprocess.run([*command, *sizes, "--json"], capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+    for key in ("decode_1", "decode_4", "prefill_64", "mixed_16"):
+        assert report[f"{key}_share_of_limit"] > 0
+    assert report["ratio_to_transformers"] > 0
+    for figure in report["figures"]:
+        assert 0 <= figure["loop_share"]["median"] < 1
+        for spread in (figure["seconds"], figure["share_of_limit"]):
+            assert spread["low"] <= spread["median"] <= spread["high"]
+
+
+def test_the_limits_count_what_transformers_computes(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        attn_implementation="eager",  # The only one whose attention is counted.
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    ours = load_model_config(tmp_path).decoder
+    matrices = sum(p.numel() for name, p in model.named_parameters() if "norm" not in name)
+    assert weight_bytes(ours, 2) == 2 * matrices
+    assert kv_bytes(ours, 10, torch.bfloat16) == 10 * 3 * 2 * 2 * 16 * 2
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.ones(1, 200, dtype=torch.long), logits_to_keep=1)
+    # It computes the masked half of the attention square, and the last layer for every row.
+    attention = 3 * 4 * 4 * 16 * 200 * 200 / 2
+    last = 2 * 199 * (64 * 64 * 2 + 3 * 64 * 96) + 4 * 4 * 16 * 200 * 201 / 2
+    assert prefill_flops(ours, 200) == pytest.approx(counter.get_total_flops() - attention - last, rel=0.02)
+
+
+def test_without_its_packages_the_bench_checkpoint_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("triptych.bench.engine.checkpoint.find_spec", lambda name: None)
+    with pytest.raises(Unavailable, match="bench-model"):
+        write_smollm2(tmp_path / "model")
