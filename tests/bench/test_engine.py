@@ -12,8 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from triptych.bench.engine.checkpoint import write_smollm2
 from triptych.bench.engine.limits import kv_bytes, prefill_flops, weight_bytes
+from triptych.bench.engine.measure import Figure, Plan
+from triptych.bench.engine.table import write_report
+from triptych.bench.statistics import Spread
 from triptych.config import bundled
-from triptych.errors import Unavailable
+from triptych.errors import InvalidRequest, Unavailable
 from triptych.worker.model.config import load_model_config
 
 
@@ -64,3 +67,20 @@ def test_without_its_packages_the_bench_checkpoint_says_what_to_install(
     monkeypatch.setattr("triptych.bench.engine.checkpoint.find_spec", lambda name: None)
     with pytest.raises(Unavailable, match="bench-model"):
         write_smollm2(tmp_path / "model")
+
+
+def test_a_report_renews_its_own_table_only(tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    file.write_text("above\n<!-- engine bfloat16 -->\nold\n<!-- end -->\nbetween\n<!-- engine int8 -->\n<!-- end -->\n")
+    one = Spread(median=0.5, low=0.4, high=0.6)
+    figure = Figure(
+        kind="decode", size=4, seconds=one, tokens_per_s=one, limit_s=one, share_of_limit=one, loop_share=one,
+        ratio_to_transformers=None,
+    )  # fmt: skip
+    write_report([figure], Plan(model_dir=tmp_path), file)
+    write_report([figure], Plan(model_dir=tmp_path, weights="int8"), file)
+    text = file.read_text()
+    assert text.startswith("above\n<!-- engine bfloat16 -->\n") and "old" not in text
+    assert text.count("| decode, 4 sequences | 500.0 | 0 | 50% (40% to 60%) |") == 2
+    with pytest.raises(InvalidRequest, match="engine float32"):
+        write_report([figure], Plan(model_dir=tmp_path, dtype="float32"), file)

@@ -21,6 +21,7 @@ def engine(
     prompts: Annotated[list[int] | None, typer.Option(min=1, help="prefill; may be repeated (256 1024 4096)")] = None,
     samples: Annotated[int, typer.Option(min=3, help="samples of each decode figure; medians count")] = 15,
     control: Annotated[bool, typer.Option(help="run transformers on the same weights beside it")] = True,
+    report: Annotated[Path | None, typer.Option(help="Markdown file whose table for this format is renewed")] = None,
     as_json: Json = False,
 ) -> None:
     """Measures prefill and decode beside the machine's limits and transformers, all in one run."""
@@ -28,7 +29,7 @@ def engine(
 
     from triptych.bench.engine.checkpoint import FOLDER, write_smollm2
     from triptych.bench.engine.measure import Plan, measure
-    from triptych.bench.engine.table import table_of
+    from triptych.bench.engine.table import table_of, write_report
     from triptych.telemetry.logs import setup_logging
 
     setup_logging("bench")
@@ -47,7 +48,10 @@ def engine(
     )
     with Console(stderr=True).status("loading") as status:
         figures = measure(plan, status.update)
-    console.print(table_of(figures, f"{model.name}, {dtype if weights == 'auto' else weights}"))
+    console.print(table_of(figures, plan))
+    if report is not None:
+        write_report(figures, plan, report)
+        console.print(f"wrote {report}", highlight=False, soft_wrap=True)
     if as_json:
         keys: dict[str, object] = {
             f"{figure.kind}_{figure.size}_share_of_limit": figure.share_of_limit.median for figure in figures

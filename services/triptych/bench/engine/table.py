@@ -1,27 +1,72 @@
-"""The figures as a table for people."""
+"""The figures as a table for people, in a terminal and in a Markdown file."""
 
+import platform
+from pathlib import Path
+
+import torch
 from rich.table import Table
 
-from triptych.bench.engine.measure import Figure
+from triptych.bench.engine.measure import Figure, Plan
 from triptych.bench.statistics import Spread
+from triptych.errors import InvalidRequest
+from triptych.worker.cpu import library as native
+from triptych.worker.cpu.build import KernelsUnavailable
+
+HEADINGS = ("step", "ms", "tokens/s", "share of limit", "loop's share", "times transformers")
+_UNITS = {"decode": "decode, {} sequences", "prefill": "prefill, {} tokens", "mixed": "{} decodes and a prompt"}
 
 
-def table_of(figures: list[Figure], title: str) -> Table:
+def table_of(figures: list[Figure], plan: Plan) -> Table:
     """A row per figure: medians, with the smallest and the largest sample where it matters."""
-    table = Table("step", title=title, title_justify="left")
-    for column in ("ms", "tokens/s", "share of limit", "loop's share", "x transformers"):
-        table.add_column(column, justify="right")
+    table = Table(HEADINGS[0], title=title_of(plan), title_justify="left")
+    for heading in HEADINGS[1:]:
+        table.add_column(heading, justify="right")
     for figure in figures:
-        unit = {"decode": "decode, {} sequences", "prefill": "prefill, {} tokens", "mixed": "{} decodes + prompt"}
-        table.add_row(
-            unit[figure.kind].format(figure.size),
-            f"{figure.seconds.median * 1e3:.1f}",
-            f"{figure.tokens_per_s.median:.0f}",
-            _percent(figure.share_of_limit),
-            _percent(figure.loop_share),
-            f"{figure.ratio_to_transformers.median:.1f}" if figure.ratio_to_transformers else "-",
-        )
+        table.add_row(*_cells(figure))
     return table
+
+
+def write_report(figures: list[Figure], plan: Plan, file: Path) -> None:
+    """Replaces one table in a Markdown file: the lines between `<!-- engine NAME -->` and `<!-- end -->`.
+
+    NAME is the weights' format. Raises InvalidRequest when the file has no such place.
+    """
+    name = plan.dtype if plan.weights == "auto" else plan.weights
+    begin, end = f"<!-- engine {name} -->", "<!-- end -->"
+    text = file.read_text("utf-8")
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise InvalidRequest(f"{file} has no lines {begin} and {end} to put the figures between")
+    rows = [HEADINGS, ("---",) * len(HEADINGS), *map(_cells, figures)]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    table = "\n".join([begin, "", f"{title_of(plan)}, {_machine()}:", "", *lines, "", end])
+    file.write_text(before + table + after, "utf-8")
+
+
+def title_of(plan: Plan) -> str:
+    """What was measured."""
+    return f"{plan.model_dir.name}, {plan.dtype if plan.weights == 'auto' else plan.weights}"
+
+
+def _machine() -> str:
+    try:
+        kernels = f"{native.best_isa()} kernels"
+    except KernelsUnavailable:
+        kernels = "torch"
+    return f"{torch.get_num_threads()} threads, {kernels}, {platform.machine()}"
+
+
+def _cells(figure: Figure) -> tuple[str, ...]:
+    ratio = figure.ratio_to_transformers
+    return (
+        _UNITS[figure.kind].format(figure.size),
+        f"{figure.seconds.median * 1e3:.1f}",
+        f"{figure.tokens_per_s.median:.0f}",
+        _percent(figure.share_of_limit),
+        _percent(figure.loop_share),
+        f"{ratio.median:.1f}" if ratio else "-",
+    )
 
 
 def _percent(share: Spread) -> str:
