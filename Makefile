@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv demo up test unit lint protos model export report clean
+.PHONY: venv demo up test unit lint aiperf protos model export report clean
 
 venv: $(STAMP)
 
@@ -32,6 +32,12 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+aiperf: .venv-aiperf/bin/aiperf  ## NVIDIA's benchmark client, in an environment of its own, for its test.
+
+.venv-aiperf/bin/aiperf:
+	$(PYTHON) -m venv .venv-aiperf
+	.venv-aiperf/bin/pip install --quiet aiperf==0.13.0
+
 protos: venv  ## Regenerates services/triptych/v1 from protos/.
 	$(BIN)/python protos/generate.py
 
@@ -45,4 +51,4 @@ report: venv  ## Measures the demo model through the running stack and rewrites 
 	$(BIN)/triptych evaluate --report docs/accuracy.md
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-aiperf .mypy_cache .ruff_cache .pytest_cache

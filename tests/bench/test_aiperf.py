@@ -1,11 +1,9 @@
 """NVIDIA's aiperf, a client that we did not write, runs against the gateway.
 
-It needs other versions of our packages, so it lives in an environment of its own: TRIPTYCH_TEST_AIPERF names its
-program.
+It needs other versions of our packages, so it lives in an environment of its own, which `make aiperf` makes.
 """
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 from tests.stack.conftest import Up
 from triptych.config import bundled
 
-VERSION = "0.13.0"
+PROGRAM = Path(__file__).resolve().parents[2] / ".venv-aiperf" / "bin" / "aiperf"
 REQUESTS = 8
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -22,10 +20,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(180
 
 @pytest.fixture(scope="module")
 def aiperf() -> Path:
-    named = os.environ.get("TRIPTYCH_TEST_AIPERF")
-    if not named:
-        pytest.skip(f"TRIPTYCH_TEST_AIPERF names no aiperf {VERSION}; docs/benchmarking.md says how to install one")
-    return Path(named)
+    if not PROGRAM.exists():
+        pytest.skip("needs aiperf: make aiperf")
+    return PROGRAM
 
 
 def test_aiperf_streams_pictures_through_the_gateway(served: Up, aiperf: Path, tmp_path: Path) -> None:
@@ -36,6 +33,7 @@ def test_aiperf_streams_pictures_through_the_gateway(served: Up, aiperf: Path, t
         "--concurrency", "2", "--synthetic-input-tokens-mean", "24", "--synthetic-input-tokens-stddev", "0",
         "--output-tokens-mean", "8", "--image-width-mean", "64", "--image-height-mean", "64", "--image-format", "png",
         "--artifact-dir", str(tmp_path), "--ui-type", "none", "--random-seed", "1",
+        "--extra-inputs", json.dumps({"triptych": {"ignore_eos": True}}),
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

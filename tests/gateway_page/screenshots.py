@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
         page.open()
         time.sleep(LOAD_S)
         page.give("drop", [file])
-        _ask(page, "where is the star?", 1)
+        _ask(page, "what can you see in the middle of the picture?", 1)
         _keep(page, folder / "page-encoded.png")
         _ask(page, "what colour is it?", 2)
         page.emulate(1180, 800, prefers_color_scheme="dark")

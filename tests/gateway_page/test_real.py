@@ -34,7 +34,8 @@ def wait_for_reports(page: Page, count: int) -> None:
 
 def test_a_picture_is_answered_and_the_second_question_finds_it_in_the_kv_cache(page: Page, picture: Picture) -> None:
     page.give("drop", [picture])
-    page.ask("where is the star?")
+    # KV is kept in whole blocks: question and answer must fill the one in which the picture ends.
+    page.ask("what can you see in the middle of the picture?")
     wait_for_reports(page, 1)
     assert page.answers()[0]
     assert {"intake", "preprocess", "queue", "prefill"} <= rows(page).keys()

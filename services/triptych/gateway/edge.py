@@ -93,7 +93,7 @@ class Edge:
             route = route_of(scope)
             self._metrics.requests.labels(route, str(status)).inc()
             self._metrics.seconds.labels(route).observe(time.monotonic() - context.arrival_s)
-        if status >= 400:
+        if status >= 400 and route != "/ready":  # There, "not now" is an answer, asked for again and again.
             log.info("request %s: %d %s", context.request_id, status, route)
         return status
 
