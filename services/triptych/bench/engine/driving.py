@@ -76,8 +76,10 @@ class Driver:
         return time.perf_counter() - begin, self._backend.seconds
 
     def decode_all(self) -> None:
-        """Runs steps until everything started decodes."""
+        """Runs steps until everything started decodes. Raises RuntimeError when some of it has ended before."""
         while any(sequence.phase is not Phase.DECODE for sequence in self.running):
+            if any(sequence.phase is Phase.ENDED for sequence in self.running):
+                raise RuntimeError("a measured answer ended before the last one began")
             self.step()
 
     def stop_all(self) -> None:

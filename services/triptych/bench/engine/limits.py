@@ -1,6 +1,7 @@
 """What the machine could do at best, measured the same moment as what it does."""
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,33 +35,41 @@ class Bandwidth:
 class ProductRate:
     """FLOP per second of torch's matrix products at a decoder's own shapes and 1,024 rows.
 
-    Measured in float32 and in bfloat16; the better one counts, whatever the decoder computes in: on processors without
-    bfloat16 arithmetic, torch's bfloat16 product is far below what the machine can do.
+    In float32 or bfloat16, whichever is faster here, whatever the decoder computes in: on processors without bfloat16
+    arithmetic, torch's bfloat16 product is hundreds of times slower than what the machine can do.
+
+    Attributes:
+        dtype: The faster type.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
         width = (config.heads + 2 * config.kv_heads) * config.head_dim
         hidden, inner = config.hidden_size, config.intermediate_size
         shapes = ((width, hidden), (hidden, config.heads * config.head_dim), (2 * inner, hidden), (hidden, inner))
-        self._pairs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {
-            dtype: [(torch.randn(_ROWS, k, dtype=dtype), torch.randn(n, k, dtype=dtype)) for n, k in shapes]
-            for dtype in (torch.float32, torch.bfloat16)
-        }
         self._flops = sum(2 * _ROWS * n * k for n, k in shapes)
+        narrow, wide = (_seconds(_factors(shapes, _ROWS // 16, dtype)) for dtype in (torch.bfloat16, torch.float32))
+        self.dtype = torch.bfloat16 if narrow < wide else torch.float32
+        self._factors = _factors(shapes, _ROWS, self.dtype)
 
-    @torch.inference_mode()
     def measure(self) -> float:
-        """Multiplies all four shapes a few times in both types."""
-        return max(self._measure(pairs) for pairs in self._pairs.values())
+        """Multiplies all four shapes a few times."""
+        return self._flops / _seconds(self._factors)
 
-    def _measure(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
-        best = float("inf")
-        for _ in range(3):
-            begin = time.perf_counter()
-            for x, w in pairs:
-                linear(x, w)
-            best = min(best, time.perf_counter() - begin)
-        return self._flops / best
+
+def _factors(shapes: Sequence[tuple[int, int]], rows: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(rows, k, dtype=dtype), torch.randn(n, k, dtype=dtype)) for n, k in shapes]
+
+
+@torch.inference_mode()
+def _seconds(factors: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """The best of three."""
+    best = float("inf")
+    for _ in range(3):
+        begin = time.perf_counter()
+        for x, w in factors:
+            linear(x, w)
+        best = min(best, time.perf_counter() - begin)
+    return best
 
 
 def weight_bytes(config: DecoderConfig, bytes_per_weight: float) -> float:

@@ -16,6 +16,10 @@ CACHED_TOKENS = 256
 """Prompt of every sequence that decodes."""
 MIXED_DECODES = 16
 
+# Beyond these, the control would take most of the run.
+_MOST_CONTROLLED_SEQUENCES = 16
+_MOST_CONTROLLED_TOKENS = 1024
+
 
 class Figure(BaseModel):
     """One kind of step."""
@@ -50,10 +54,9 @@ class Plan(BaseModel):
 def measure(plan: Plan, progress: Callable[[str], None]) -> list[Figure]:
     """Runs the plan; `progress` is told what is being measured. Raises what loading a checkpoint does."""
     decoding = max((*plan.sequences, MIXED_DECODES), default=1)
-    room = decoding * (CACHED_TOKENS + plan.samples + 64) + max(plan.prompts, default=0) + 4096
+    room = decoding * (CACHED_TOKENS + _longest_answer(decoding, plan) + 16) + max(plan.prompts, default=0) + 4096
     driver = Driver(plan.model_dir, plan.dtype, plan.weights, plan.threads, room)
-    control = Transformers(plan.model_dir, getattr(torch, plan.dtype)) if plan.control else None
-    bench = _Bench(driver, control, plan)
+    bench = _Bench(driver, plan)
     figures = []
     for count in plan.sequences:
         progress(f"decode, {count} sequences")
@@ -68,20 +71,21 @@ def measure(plan: Plan, progress: Callable[[str], None]) -> list[Figure]:
 
 
 class _Bench:
-    def __init__(self, driver: Driver, control: Transformers | None, plan: Plan) -> None:
+    def __init__(self, driver: Driver, plan: Plan) -> None:
         self._driver = driver
-        self._control = control
         self._plan = plan
         self._config = driver.model.config.decoder
         self._bandwidth = Bandwidth(torch.get_num_threads())
         self._products = ProductRate(self._config)
+        self._control = Transformers(plan.model_dir, self._products.dtype) if plan.control else None
         size = 1 if plan.weights == "int8" else driver.model.dtype.itemsize
         self._weight_bytes = weight_bytes(self._config, size)
 
     def decode(self, count: int) -> Figure:
-        driver, control = self._driver, self._control
+        driver = self._driver
+        control = self._control if count <= _MOST_CONTROLLED_SEQUENCES else None
         for _ in range(count):
-            driver.start(CACHED_TOKENS, self._plan.samples + 8)
+            driver.start(CACHED_TOKENS, _longest_answer(count, self._plan))
         driver.decode_all()
         driver.step()
         if control is not None:
@@ -96,6 +100,7 @@ class _Bench:
         return _figure("decode", count, count, samples)
 
     def prefill(self, tokens: int) -> Figure:
+        control = self._control if tokens <= _MOST_CONTROLLED_TOKENS else None
         samples = []
         for _ in range(max(3, self._plan.samples // 4)):
             limit = prefill_flops(self._config, tokens) / self._products.measure()
@@ -105,14 +110,14 @@ class _Bench:
                 step, inner = self._driver.step()
                 seconds, arithmetic = seconds + step, arithmetic + inner
             self._driver.stop_all()
-            samples.append((seconds, arithmetic, limit, self._control.prefill(1, tokens) if self._control else None))
+            samples.append((seconds, arithmetic, limit, control.prefill(1, tokens) if control else None))
         return _figure("prefill", tokens, tokens, samples)
 
     def mixed(self) -> Figure:
         """Steps full to the token budget: decodes and a piece of a long prompt. The slower of both limits counts."""
         driver = self._driver
         for _ in range(MIXED_DECODES):
-            driver.start(CACHED_TOKENS, self._plan.samples + 64)
+            driver.start(CACHED_TOKENS, _longest_answer(MIXED_DECODES, self._plan))
         driver.decode_all()
         samples = []
         chunk = 0
@@ -132,6 +137,11 @@ class _Bench:
     def _cached_bytes(self) -> int:
         tokens = sum(len(sequence.token_ids) for sequence in self._driver.running)
         return kv_bytes(self._config, tokens, self._driver.model.dtype)
+
+
+def _longest_answer(count: int, plan: Plan) -> int:
+    """Tokens that the first of `count` sequences generates while the others' prompts are computed, and after that."""
+    return count + plan.samples + 16
 
 
 def _figure(
