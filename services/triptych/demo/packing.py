@@ -32,7 +32,7 @@ class Segment(NamedTuple):
 
 BRANCHES: Final = 8
 
-_SIZES: Final = ((NATIVE_SIZE, 0.8), (84, 0.1), (56, 0.1))
+_SIZES: Final = ((NATIVE_SIZE, 0.7), (84, 0.1), (70, 0.1), (56, 0.1))
 _DRAWN_AT: Final = ((112, 0.7), (224, 0.25), (448, 0.05))
 
 
