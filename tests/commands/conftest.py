@@ -11,6 +11,7 @@ import pytest
 
 from tests.stack.conftest import START_TIMEOUT_S, Up, environment_of, start_up
 from triptych.stack import StackSettings
+from triptych.worker.cpu.build import build_folder
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     environment = {name: value for name, value in environment_of(settings).items() if not name.startswith("OTEL_")}
     for name in ("TRIPTYCH_TRITON_TRACE_URL", "TRIPTYCH_TRACES"):
         environment.pop(name, None)
-    environment |= {"XDG_CACHE_HOME": str(cache), "COLUMNS": "120", "PATH": os.environ["PATH"]}
+    kernels = str(build_folder())  # Where they are, or every worker with a cache of its own would build them anew.
+    environment |= {
+        "XDG_CACHE_HOME": str(cache),
+        "TRIPTYCH_KERNELS_DIR": kernels,
+        "COLUMNS": "120",
+        "PATH": os.environ["PATH"],
+    }
     up = start_up(environment)
     try:
         assert up.ready.wait(START_TIMEOUT_S), "\n".join(up.lines)
