@@ -64,3 +64,17 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     result = triptych("serv")
     assert result.returncode == 2
     assert "No such command" in result.stderr
+
+
+def test_kernels_says_what_is_ready_and_where() -> None:
+    result = triptych("kernels", "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["isa"] in ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
+    assert list(Path(report["folder"]).glob("triptych-kernels-*.so"))
+
+
+def test_kernels_without_a_compiler_says_what_happens_instead(tmp_path: Path) -> None:
+    result = triptych("kernels", TRIPTYCH_KERNELS_DIR=str(tmp_path), PATH="", CXX=str(tmp_path / "none"))
+    assert result.returncode == 1
+    assert "torch will compute instead" in result.stderr and "Traceback" not in result.stderr

@@ -4,6 +4,8 @@ Bit for bit what transformers' PIL-backed CLIPImageProcessor gives, which the te
 than MAX_EXACT_ASPECT times their width, within one of 255 levels.
 """
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
@@ -37,6 +39,8 @@ def _resize_and_crop(image: Image.Image, resample: Image.Resampling, side: int) 
     The reference resizes everything and throws away what the crop leaves out, which for a strip of 1 x 64,000,000
     pixels would be terabytes. Beyond MAX_EXACT_ASPECT only the part that is kept is resampled. Not always, because
     Pillow rounds the part's corners to float32, and that moves some pixels by a level.
+
+    The part is cut out first, whole pixels wide: far from the start, float32 could not tell one pixel from the next.
     """
     width, height = image.size
     shortest, longest = min(width, height), max(width, height)
@@ -49,4 +53,8 @@ def _resize_and_crop(image: Image.Image, resample: Image.Resampling, side: int) 
         left, top = (0, start) if tall else (start, 0)
         return resized.crop((left, top, left + side, top + side))
     low, high = start * longest / scaled, min((start + side) * longest / scaled, longest)
-    return image.resize((side, side), resample, box=(0, low, width, high) if tall else (low, 0, high, height))
+    reach = 3 * max(1.0, longest / scaled) + 1  # Of Lanczos, the widest filter.
+    first, last = max(0, math.floor(low - reach)), min(longest, math.ceil(high + reach))
+    part = image.crop((0, first, width, last) if tall else (first, 0, last, height))
+    low, high = low - first, high - first
+    return part.resize((side, side), resample, box=(0, low, width, high) if tall else (low, 0, high, height))
