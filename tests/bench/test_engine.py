@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from triptych.bench.engine.checkpoint import write_smollm2
 from triptych.bench.engine.limits import kv_bytes, prefill_flops, weight_bytes
 from triptych.bench.engine.measure import Figure, Plan
+from triptych.bench.engine.speculation import PROMPTS, measure_gain
 from triptych.bench.engine.table import write_report
 from triptych.bench.statistics import Spread
 from triptych.config import bundled
@@ -84,3 +85,11 @@ def test_a_report_renews_its_own_table_only(tmp_path: Path) -> None:
     assert text.count("| decode, 4 sequences | 500.0 | 0 | 50% (40% to 60%) |") == 2
     with pytest.raises(InvalidRequest, match="engine float32"):
         write_report([figure], Plan(model_dir=tmp_path, dtype="float32"), file)
+
+
+def test_guessing_is_measured_on_equal_answers() -> None:
+    gains = measure_gain(bundled("models/demo"), "float32", guesses=7, samples=1, progress=lambda name: None)
+    assert [gain.prompt for gain in gains] == list(PROMPTS)
+    for gain in gains:
+        assert 0 <= gain.steps < max(1, gain.tokens)
+        assert gain.ratio.median > 0

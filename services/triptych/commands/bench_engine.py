@@ -1,11 +1,14 @@
-"""`triptych bench engine` and `triptych bench model`."""
+"""`triptych bench engine`, `bench speculation` and `bench model`."""
 
 import json
 import platform
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
 
@@ -27,18 +30,13 @@ def engine(
     """Measures prefill and decode beside the machine's limits and transformers, all in one run."""
     from rich.console import Console
 
-    from triptych.bench.engine.checkpoint import FOLDER, write_smollm2
     from triptych.bench.engine.measure import Plan, measure
     from triptych.bench.engine.table import table_of, write_report
     from triptych.telemetry.logs import setup_logging
 
     setup_logging("bench")
     console = Console(stderr=as_json)
-    if model is None:
-        model = FOLDER
-        if not (model / "config.json").is_file():
-            console.print(f"writing {model}", highlight=False, soft_wrap=True)
-            write_smollm2(model)
+    model = model or _bench_checkpoint(console)
     plan = Plan(model_dir=model, dtype=dtype, weights=weights, threads=threads, samples=samples, control=control)
     plan = plan.model_copy(
         update={
@@ -62,6 +60,43 @@ def engine(
         keys["plan"] = plan.model_dump(mode="json")
         keys["figures"] = [figure.model_dump(mode="json") for figure in figures]
         print(json.dumps(keys))
+
+
+def speculation(
+    model: Annotated[Path | None, typer.Option(help="checkpoint folder; unset: that of `triptych bench model`")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="of weights and cache")] = "bfloat16",
+    guesses: Annotated[int, typer.Option(min=1, max=15, help="most tokens guessed at once")] = 7,
+    samples: Annotated[int, typer.Option(min=1, help="answers to each prompt; medians count")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Measures what guessing tokens from earlier text brings; the answers must be the same."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from triptych.bench.engine.speculation import measure_gain
+
+    console = Console(stderr=as_json)
+    model = model or _bench_checkpoint(console)
+    with Console(stderr=True).status("loading") as status:
+        gains = measure_gain(model, dtype, guesses, samples, status.update)
+    table = Table("prompt", "tokens", "steps", "times as fast", title=f"{model.name}, {dtype}, {guesses} guesses")
+    for gain in gains:
+        ratio = gain.ratio
+        times = f"{ratio.median:.1f} ({ratio.low:.1f} to {ratio.high:.1f})"
+        table.add_row(gain.prompt, str(gain.tokens), str(gain.steps), times)
+    console.print(table)
+    if as_json:
+        print(json.dumps({"gains": [gain.model_dump() for gain in gains]}))
+
+
+def _bench_checkpoint(console: "Console") -> Path:
+    """Returns where the bench checkpoint is, and writes it first if need be."""
+    from triptych.bench.engine.checkpoint import FOLDER, write_smollm2
+
+    if not (FOLDER / "config.json").is_file():
+        console.print(f"writing {FOLDER}", highlight=False, soft_wrap=True)
+        write_smollm2(FOLDER)
+    return FOLDER
 
 
 def model(
