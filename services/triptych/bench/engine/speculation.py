@@ -16,8 +16,8 @@ from triptych.worker.prompt import Turn
 
 _TEXT = (
     "The harbour opens at six. Boats longer than twelve metres wait at the outer pier until the master of the port "
-    "calls them; smaller boats may enter at once. Fish is weighed on the scales beside the ice house, and the weight is "
-    "written into the book of the day. Nobody may leave the harbour before the weight is written."
+    "calls them; smaller boats may enter at once. Fish is weighed on the scales beside the ice house, and the weight "
+    "is written into the book of the day. Nobody may leave the harbour before the weight is written."
 )
 PROMPTS = {
     "repeat a text": f"Repeat this text exactly:\n\n{_TEXT}",
