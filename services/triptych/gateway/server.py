@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 
@@ -11,7 +10,7 @@ import uvicorn
 
 from triptych.config import GatewaySettings
 from triptych.gateway.app import create_app
-from triptych.telemetry.tracing import setup_tracing
+from triptych.serving import serve_until_stopped
 
 log = logging.getLogger(__name__)
 
@@ -60,21 +59,8 @@ async def run_gateway(settings: GatewaySettings, port: int | None = None) -> Asy
 
 
 async def serve(settings: GatewaySettings) -> None:
-    """Runs the gateway until SIGTERM or SIGINT, then lets running requests finish for STOP_GRACE_S.
-
-    Traces are exported when the environment asks for it (see telemetry/tracing.py).
-    """
-    provider = setup_tracing("gateway")
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    async with run_gateway(settings) as port:
-        log.info("listening on %s:%d", settings.host, port)
-        await stop.wait()
-        log.info("stopping")
-    if provider is not None:
-        provider.shutdown()
+    """Runs the gateway until SIGTERM or SIGINT, then lets running requests finish for STOP_GRACE_S."""
+    await serve_until_stopped("gateway", run_gateway(settings), lambda port: f"listening on {settings.host}:{port}")
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
@@ -16,7 +15,8 @@ from triptych.router.pipeline import Pipeline, model_mismatch
 from triptych.router.readiness import Readiness
 from triptych.router.worker_client import WorkerClient
 from triptych.rpc.channel import bind, create_server, set_serving
-from triptych.telemetry.tracing import extract, setup_tracing
+from triptych.serving import serve_until_stopped
+from triptych.telemetry.tracing import extract
 from triptych.v1 import inference_pb2, inference_pb2_grpc
 from triptych.vision.encoder import Encoder, TritonEncoder
 
@@ -112,21 +112,10 @@ async def run_router(
 
 
 async def serve(settings: RouterSettings) -> None:
-    """Runs the router until SIGTERM or SIGINT, then lets running requests finish for STOP_GRACE_S.
-
-    Traces are exported when the environment asks for it (see telemetry/tracing.py).
-    """
-    provider = setup_tracing("router")
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    async with run_router(settings) as router:
-        log.info("listening on %s:%d", settings.host, router.port)
-        await stop.wait()
-        log.info("stopping")
-    if provider is not None:
-        provider.shutdown()
+    """Runs the router until SIGTERM or SIGINT, then lets running requests finish for STOP_GRACE_S."""
+    await serve_until_stopped(
+        "router", run_router(settings), lambda router: f"listening on {settings.host}:{router.port}"
+    )
 
 
 async def _cancel(task: "asyncio.Task[None]") -> None:

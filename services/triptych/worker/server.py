@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from grpc_health.v1 import health
 
 from triptych.config import WorkerSettings
 from triptych.rpc.channel import bind, create_server, set_serving
-from triptych.telemetry.tracing import setup_tracing
+from triptych.serving import serve_until_stopped
 from triptych.v1 import worker_pb2_grpc
 from triptych.worker.engine.thread import EngineThread
 from triptych.worker.loading import LoadedModel, load_model
@@ -70,21 +69,10 @@ async def run_worker(settings: WorkerSettings) -> AsyncIterator[Worker]:
 
 
 async def serve(settings: WorkerSettings) -> None:
-    """Runs a worker until SIGTERM or SIGINT. Call it with `asyncio.run`.
-
-    Traces are exported when the environment asks for it (see telemetry/tracing.py).
-    """
-    provider = setup_tracing("worker")
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    async with run_worker(settings) as worker:
-        log.info("serving %s on %s:%d", worker.model.name, settings.host, worker.port)
-        await stop.wait()
-        log.info("stopping")
-    if provider is not None:
-        provider.shutdown()
+    """Runs a worker until SIGTERM or SIGINT. Call it with `asyncio.run`."""
+    await serve_until_stopped(
+        "worker", run_worker(settings), lambda worker: f"serving {worker.model.name} on {settings.host}:{worker.port}"
+    )
 
 
 async def _follow_health(service: WorkerService, servicer: health.aio.HealthServicer) -> None:
