@@ -41,7 +41,7 @@ aiperf: .venv-aiperf/bin/aiperf  ## NVIDIA's benchmark client, in an environment
 protos: venv  ## Regenerates services/triptych/v1 from protos/.
 	$(BIN)/python protos/generate.py
 
-model: venv  ## Trains the demo checkpoint from nothing (about an hour on two quiet cores).
+model: venv  ## Trains the demo checkpoint from nothing (an hour and a quarter on two quiet cores).
 	$(BIN)/python -m triptych.demo.train --out models/demo
 
 export: venv  ## Writes model_repository/ from the demo checkpoint.

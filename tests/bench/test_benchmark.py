@@ -72,6 +72,7 @@ async def test_labels_have_statistics_of_their_own() -> None:
     assert (text, image) == (8, 4)
 
 
+@pytest.mark.slow
 async def test_goodput_is_found_near_the_limit_of_a_simulated_server() -> None:
     limit = 50.0
     goodput = GoodputPlan(Slo(ttft_s=0.25, tpot_s=0.05), start_rate=10, probe_s=1.5, max_probes=7)

@@ -10,6 +10,8 @@ import pytest
 from tests.bench.servers import OpenAiServer, serving
 from triptych.bench.report import Report
 
+pytestmark = pytest.mark.slow
+
 
 async def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """Runs `triptych bench` beside this event loop, which may be serving it."""

@@ -9,6 +9,8 @@ import pytest
 
 from triptych.config import GatewaySettings, RouterSettings, TritonSettings, WorkerSettings
 
+pytestmark = pytest.mark.slow
+
 
 def triptych(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     import os

@@ -13,6 +13,8 @@ from triptych.demo.sight import cells_of_patches
 from triptych.demo.tokens import train_tokenizer
 from triptych.demo.train import answer_logits
 
+pytestmark = pytest.mark.slow
+
 ROWS = 4
 TOKENIZER = train_tokenizer(0)
 

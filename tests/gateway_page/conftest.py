@@ -13,6 +13,13 @@ from tests.gateway_page.browser import Page, running_chromium
 from tests.gateway_page.stub import StubGateway, running_stub
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a browser is no unit test."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and "chromium" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.integration)
+
+
 @pytest.fixture(scope="session")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
     binary, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")

@@ -11,6 +11,8 @@ from tests.router.fakes import ask, png, start_worker
 from triptych.errors import InvalidRequest, Overloaded, StageTimeout, TriptychError, Unavailable
 from triptych.v1 import inference_pb2
 
+pytestmark = pytest.mark.slow
+
 RED = png((255, 0, 0))
 FORBID = inference_pb2.DEGRADATION_POLICY_FORBID
 

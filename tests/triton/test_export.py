@@ -17,6 +17,8 @@ from triptych.vision.export_checkpoint import read_checkpoint
 from triptych.vision.export_graph import Projector, VisionEncoder, relative_difference
 from triptych.vision.export_repository import publish, stage_model
 
+pytestmark = pytest.mark.slow
+
 SIDES = (112, 84, 56)
 
 

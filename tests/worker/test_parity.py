@@ -13,6 +13,8 @@ from tests.worker.driving import Answer, ask, load, run
 from triptych.worker.engine.request import GenerationRequest, SamplingOptions
 from triptych.worker.loading import LoadedModel
 
+pytestmark = pytest.mark.slow
+
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 WORDS = (
     "what",

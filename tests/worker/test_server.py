@@ -24,6 +24,8 @@ from triptych.telemetry.span_store import SpanReceiver
 from triptych.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 from triptych.worker.server import SERVICE_NAME, run_worker
 
+pytestmark = pytest.mark.slow
+
 
 async def test_an_answer_streams_and_says_what_it_took(client: Client, tiny_reference: Reference) -> None:
     events = await client.answer(request(image(tiny_reference, 1)))

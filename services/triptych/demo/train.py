@@ -1,6 +1,6 @@
 """Trains the demo checkpoint, or with `--draft` a small tower that imitates the checkpoint's.
 
-`python -m triptych.demo.train --out models/demo --seed 0` takes about an hour on two quiet cores;
+`python -m triptych.demo.train --out models/demo --seed 0` takes an hour and a quarter on two quiet cores;
 `python -m triptych.demo.train --draft models/demo-draft --out models/demo --steps 2500` about ten minutes.
 """
 

@@ -1,7 +1,8 @@
 """CLIP's preprocessing in numpy and Pillow: shortest edge to the side, centre crop, rescale, normalise.
 
 Bit for bit what transformers' PIL-backed CLIPImageProcessor gives, which the tests compare against; for strips longer
-than MAX_EXACT_ASPECT times their width, within one of 255 levels.
+than MAX_EXACT_ASPECT times their width, within two of 255 levels: rounding a corner may tip a value by one in each of
+the two passes.
 """
 
 import math

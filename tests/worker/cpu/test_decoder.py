@@ -135,6 +135,7 @@ def test_each_instruction_set_and_type(isa: str, weight_format: WeightFormat, ca
     whole_life(World(shape_of(), [50, 130, 33], weight_format=weight_format, cache_type=cache_type, isa=isa), tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ["avx512_bf16", "amx"])
 @pytest.mark.parametrize("weight_format", ["bf16", "int8"])
 @pytest.mark.parametrize("cache_type", [torch.float32, torch.bfloat16, torch.float16])
@@ -157,6 +158,7 @@ def test_packed_weights_with_float_activations_are_exact(weight_format: WeightFo
     whole_life(World(shape_of(), [50, 130, 33], weight_format=weight_format, isa=isa), FP32_ERROR)
 
 
+@pytest.mark.slow
 def test_kernels_for_other_architectures_in_portable_code(emulating_library: ctypes.CDLL) -> None:
     whole_life(World(shape_of(), [50, 130, 33], isa="baseline", library=emulating_library), FP32_ERROR)
 
