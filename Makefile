@@ -24,7 +24,7 @@ up: venv  ## Runs the stack until Ctrl-C.
 test: venv  ## Everything, real services included.
 	$(BIN)/python -m pytest
 
-unit: venv  ## Only what needs no service: under a minute.
+unit: venv  ## Only what needs no service: a minute and a half.
 	$(BIN)/python -m pytest -m 'not integration and not slow and not compose'
 
 lint: venv
