@@ -64,7 +64,10 @@ def distribution(values: Sequence[float]) -> Distribution | None:
 
 def spread(values: Sequence[float]) -> Spread | None:
     """Returns median, smallest and largest of the rounds' figures; None when there are none."""
-    if not values:
-        return None
+    return spread_of(values) if values else None
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """The same of at least one figure. Raises ValueError when there are none."""
     ordered = sorted(values)
     return Spread(median=percentile(ordered, 0.5), low=ordered[0], high=ordered[-1])

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from triptych.bench.engine.control import Transformers
 from triptych.bench.engine.driving import Driver
 from triptych.bench.engine.limits import Bandwidth, ProductRate, kv_bytes, prefill_flops, weight_bytes
-from triptych.bench.statistics import Spread, spread
+from triptych.bench.statistics import Spread, spread_of
 
 CACHED_TOKENS = 256
 """Prompt of every sequence that decodes."""
@@ -154,16 +154,10 @@ def _figure(
     return Figure(
         kind=kind,
         size=size,
-        seconds=_spread([seconds for seconds, *_ in samples]),
-        tokens_per_s=_spread([tokens / seconds for seconds, *_ in samples]),
-        limit_s=_spread([limit for _, _, limit, _ in samples]),
-        share_of_limit=_spread([limit / seconds for seconds, _, limit, _ in samples]),
-        loop_share=_spread([1 - arithmetic / seconds for seconds, arithmetic, *_ in samples]),
-        ratio_to_transformers=_spread(ratios) if ratios else None,
+        seconds=spread_of([seconds for seconds, *_ in samples]),
+        tokens_per_s=spread_of([tokens / seconds for seconds, *_ in samples]),
+        limit_s=spread_of([limit for _, _, limit, _ in samples]),
+        share_of_limit=spread_of([limit / seconds for seconds, _, limit, _ in samples]),
+        loop_share=spread_of([1 - arithmetic / seconds for seconds, arithmetic, *_ in samples]),
+        ratio_to_transformers=spread_of(ratios) if ratios else None,
     )
-
-
-def _spread(values: list[float]) -> Spread:
-    found = spread(values)
-    assert found is not None
-    return found

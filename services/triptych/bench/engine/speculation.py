@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from triptych.bench.statistics import Spread, spread
+from triptych.bench.statistics import Spread, spread_of
 from triptych.config import WorkerSettings
 from triptych.errors import TriptychError
 from triptych.worker.engine.request import GenerationRequest, StoppingOptions
@@ -57,9 +57,9 @@ def measure_gain(
                 prompt=name,
                 tokens=len(pairs[0][0].tokens),
                 steps=pairs[0][1].steps,
-                seconds_without=_spread(without),
-                seconds_with=_spread(with_),
-                ratio=_spread([a / b for a, b in zip(without, with_, strict=True)]),
+                seconds_without=spread_of(without),
+                seconds_with=spread_of(with_),
+                ratio=spread_of([a / b for a, b in zip(without, with_, strict=True)]),
             )
         )
     return found
@@ -88,9 +88,3 @@ def _answer(model: LoadedModel, prompt: str) -> _Answer:
         steps += 1
     seconds = time.perf_counter() - begin
     return _Answer(tokens=tuple(sequence.token_ids[len(tokenized.token_ids) :]), steps=steps, seconds=seconds)
-
-
-def _spread(values: list[float]) -> Spread:
-    found = spread(values)
-    assert found is not None
-    return found

@@ -86,7 +86,8 @@ def plan_step(waiting: AgingQueue, running: AgingQueue, budget: TokenBudget, poo
     finds none, the running sequence of the lowest rank is preempted; the one of the highest rank therefore always
     gets on, and with it everything else in turn.
 
-    What is left of the budget goes to guesses. Pure: it changes neither queues nor pool.
+    What is left of the budget goes to guesses. Pure: it changes neither queues nor pool, and of sequences only what
+    their guessers remember.
     """
     decodes, preempted, available = _plan_decodes(running, pool)
     room = budget.tokens - len(decodes)

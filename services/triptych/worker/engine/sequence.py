@@ -52,7 +52,7 @@ class Sequence:
         identified: Leading blocks that were offered to the prefix cache or came from it.
         cached_tokens: Prompt positions that came from the prefix cache when it was first admitted.
         chooser: Chooses its tokens.
-        guesser: Guesses them, where the settings want that.
+        guesser: Guesses the next of them; asked only where the settings want that.
         text: Turns its tokens into text.
         unsent_tokens: Tokens not yet accounted for by a chunk of text.
         unsent_choices: How likely these were, if the request asks for that.
