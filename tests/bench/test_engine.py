@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from triptych.bench.engine.checkpoint import write_smollm2
+from triptych.bench.engine.driving import Driver
 from triptych.bench.engine.limits import kv_bytes, prefill_flops, weight_bytes
 from triptych.bench.engine.measure import Figure, Plan
 from triptych.bench.engine.speculation import PROMPTS, measure_gain
@@ -60,6 +61,14 @@ def test_the_limits_count_what_transformers_computes(tmp_path: Path) -> None:
     attention = 3 * 4 * 4 * 16 * 200 * 200 / 2
     last = 2 * 199 * (64 * 64 * 2 + 3 * 64 * 96) + 4 * 4 * 16 * 200 * 201 / 2
     assert prefill_flops(ours, 200) == pytest.approx(counter.get_total_flops() - attention - last, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "kept"), [("float16", "auto", 4), ("bfloat16", "auto", 2), ("bfloat16", "int8", 1)]
+)
+def test_the_limit_counts_weights_as_the_engine_keeps_them(dtype: str, weights: str, kept: int) -> None:
+    driver = Driver(bundled("models/demo"), dtype, weights, threads=1, tokens=256)
+    assert driver.bytes_per_weight == kept
 
 
 def test_without_its_packages_the_bench_checkpoint_says_what_to_install(

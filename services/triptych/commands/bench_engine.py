@@ -90,22 +90,25 @@ def speculation(
 
 
 def _bench_checkpoint(console: "Console") -> Path:
-    """Returns where the bench checkpoint is, and writes it first if need be."""
-    from triptych.bench.engine.checkpoint import FOLDER, write_smollm2
+    """Returns where the text model is, and writes it first if need be."""
+    from triptych.bench.engine.checkpoint import CACHE, TEXT_MODEL, bench_checkpoint
 
-    if not (FOLDER / "config.json").is_file():
-        console.print(f"writing {FOLDER}", highlight=False, soft_wrap=True)
-        write_smollm2(FOLDER)
-    return FOLDER
+    if not (CACHE / TEXT_MODEL / "config.json").is_file():
+        console.print(f"writing {CACHE / TEXT_MODEL}", highlight=False, soft_wrap=True)
+    return bench_checkpoint(TEXT_MODEL)
 
 
 def model(
-    folder: Annotated[Path | None, typer.Argument(help="where to write it")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="smollm2-135m, llava-vit-l-14-336, llava-vit-b-16-224; none: all three"),
+    ] = None,
+    cache: Annotated[Path | None, typer.Option(help="folder to keep them in (~/.cache/triptych/bench)")] = None,
     as_json: Json = False,
 ) -> None:
-    """Writes the checkpoint that `bench engine` measures: SmolLM2-135M-Instruct in bfloat16."""
-    from triptych.bench.engine.checkpoint import FOLDER, write_smollm2
+    """Makes the checkpoints that are measured, unless they are there: SmolLM2-135M-Instruct in bfloat16, and LLaVA
+    models of it with a random CLIP tower."""
+    from triptych.bench.engine.checkpoint import CACHE, MODELS, bench_checkpoint
 
-    folder = folder or FOLDER
-    write_smollm2(folder)
-    print(json.dumps({"folder": str(folder)}) if as_json else f"wrote {folder}")
+    folders = {name: str(bench_checkpoint(name, cache or CACHE)) for name in names or MODELS}
+    print(json.dumps({"folders": folders}) if as_json else "\n".join(folders.values()))

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from triptych.config import WorkerSettings
+from triptych.worker.cpu.decoder import CpuDecoder
 from triptych.worker.engine.request import GenerationRequest, StoppingOptions, TokenizedPrompt
 from triptych.worker.engine.sequence import Phase
 from triptych.worker.engine.sequence import Sequence as Running
@@ -39,6 +40,7 @@ class Driver:
     Attributes:
         model: The checkpoint.
         running: What was started and has not been stopped.
+        bytes_per_weight: Size of a weight as it is kept: the C++ engine keeps float16 as float32.
     """
 
     def __init__(self, model_dir: Path, dtype: str, weights: str, threads: int | None, tokens: int) -> None:
@@ -56,7 +58,11 @@ class Driver:
         )
         self.model = load_model(settings)
         self.running: list[Running] = []
-        self._backend = TimedBackend(self.model.engine.runner.backend)
+        backend = self.model.engine.runner.backend
+        self.bytes_per_weight = (
+            backend.bytes_per_weight if isinstance(backend, CpuDecoder) else self.model.dtype.itemsize
+        )
+        self._backend = TimedBackend(backend)
         self.model.engine.runner.backend = self._backend
         self._dice = random.Random(0)
 

@@ -78,8 +78,7 @@ class _Bench:
         self._bandwidth = Bandwidth(torch.get_num_threads())
         self._products = ProductRate(self._config)
         self._control = Transformers(plan.model_dir, self._products.dtype) if plan.control else None
-        size = 1 if plan.weights == "int8" else driver.model.dtype.itemsize
-        self._weight_bytes = weight_bytes(self._config, size)
+        self._weight_bytes = weight_bytes(self._config, driver.bytes_per_weight)
 
     def decode(self, count: int) -> Figure:
         driver = self._driver

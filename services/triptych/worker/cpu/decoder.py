@@ -17,6 +17,7 @@ from triptych.worker.model.weights import DecoderWeights, LayerWeights
 
 WeightFormat = Literal["fp32", "bf16", "int8"]
 _FORMATS: dict[WeightFormat, int] = {"fp32": 0, "bf16": 1, "int8": 2}
+_FORMAT_BYTES: dict[WeightFormat, int] = {"fp32": 4, "bf16": 2, "int8": 1}
 _CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -58,6 +59,7 @@ class CpuDecoder:
         """
         self._library = library or native.library()
         self._handle = None
+        self.bytes_per_weight = _FORMAT_BYTES[weight_format]
         cosines, sines = (table.detach().float().contiguous().flatten() for table in rotary)
         if shape.head_dim % 16 or not (shape.head_dim <= 128 or shape.head_dim == 256):
             raise KernelsUnavailable(f"head_dim {shape.head_dim} is not a multiple of 16 up to 128, or 256")
