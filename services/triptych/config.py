@@ -124,7 +124,12 @@ class RouterSettings(BaseSettings):
     shared_memory: bool = Field(
         False, description="pass features to a worker on the same host through POSIX shared memory instead of inline"
     )
-    encode_timeout_s: float = Field(5.0, gt=0, description="deadline of encoding all images of a request")
+    encode_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="deadline of encoding all images of a request, the wait for others' included; a large ViT takes "
+        "seconds an image on a laptop, so a server with a GPU may want less",
+    )
     prefill_timeout_s: float = Field(
         10.0, gt=0, description="deadline from the worker taking a request to its first token, queueing excluded"
     )

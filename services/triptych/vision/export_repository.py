@@ -34,7 +34,7 @@ def onnx_config(
     source: TensorText,
     target: TensorText,
     max_batch_size: int,
-    timeout_ms: int = 10_000,
+    timeout_ms: int = 60_000,
     max_queue_size: int = 256,
     cpu_accelerator: str | None = None,
 ) -> str:
