@@ -288,13 +288,13 @@ def test_cancelling_a_waiting_request_that_pins_kv_gives_it_back(tiny: LoadedMod
 
 def watch(model: LoadedModel, look: Callable[[StepPlan], Any]) -> None:
     """Calls a function with every plan before it runs."""
-    run_plan = model.engine.runner.run
+    start_plan = model.engine.runner.start
 
     def watched(plan: StepPlan) -> Any:
         look(plan)
-        return run_plan(plan)
+        return start_plan(plan)
 
-    model.engine.runner.run = watched  # type: ignore[method-assign]
+    model.engine.runner.start = watched  # type: ignore[method-assign]
 
 
 def test_an_exception_in_a_step_fails_those_who_took_part_and_nobody_else(

@@ -145,8 +145,8 @@ async def test_a_hanging_engine_loses_readiness_and_falls_silent_while_the_serve
     async with run_worker(settings_for(tiny_dir, stall_timeout_s=0.3)) as worker:
         client = Client(worker)
         release = threading.Event()
-        run = worker.model.engine.runner.run
-        worker.model.engine.runner.run = lambda plan: (release.wait(20), run(plan))[1]  # type: ignore[method-assign]
+        start = worker.model.engine.runner.start
+        worker.model.engine.runner.start = lambda plan: (release.wait(20), start(plan))[1]  # type: ignore[method-assign]
         answer = asyncio.create_task(client.answer(request()))
         await asyncio.sleep(1.0)
         assert await client.health() == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -204,7 +204,7 @@ async def test_a_dead_engine_refuses_and_fails_what_it_held(tiny_dir: Path) -> N
         def die() -> None:
             raise SystemError("gone")
 
-        engine.step = engine.abort = lambda *_: die()  # type: ignore[method-assign,assignment]
+        engine.start = engine.abort = lambda *_: die()  # type: ignore[method-assign,assignment]
         assert (await client.refusal(request())).reason == "SERVICE_UNAVAILABLE"
         assert (await client.refusal(request())).reason == "SERVICE_UNAVAILABLE"
         await asyncio.sleep(0.8)

@@ -82,11 +82,11 @@ class World:
 
     def step(self, work: list[tuple[int, int, int, int]]) -> StepResult:
         """Runs rows [start, end) of sequences, given as (sequence, start, end, logits)."""
-        return self.decoder.step(
+        return self.decoder.start(
             torch.cat([self.embedded[s][start:end] for s, start, end, _ in work]),
             [SequenceRows(end - start, end, wanted, self.tables[s]) for s, start, end, wanted in work],
             greedy=True,
-        )
+        )()
 
     def check(self, work: list[tuple[int, int, int, int]], tolerance: float) -> None:
         """Runs a step and compares its logits with the dense ones."""
@@ -214,7 +214,7 @@ def test_positions_may_differ_from_places() -> None:
     weights, rotary = random_weights(shape, 0, bias=False), rotary_tables(shape, 41)
     positions = torch.cat((torch.arange(20), torch.arange(10, 30)))
     expected = dense_logits(shape, weights, rotary, world.embedded[0], positions)
-    result = world.decoder.step(world.embedded[0], [SequenceRows(40, 40, 40, world.tables[0])], positions=positions)
+    result = world.decoder.start(world.embedded[0], [SequenceRows(40, 40, 40, world.tables[0])], positions=positions)()
     assert result.logits is not None
     assert (result.logits - expected).abs().max() / expected.abs().max() < FP32_ERROR
 
@@ -242,9 +242,9 @@ def test_input_that_does_not_fit_is_refused() -> None:
         SequenceRows(0, 40, 0, world.tables[0]),
     ):
         with pytest.raises(ValueError):
-            world.decoder.step(rows, [sequence])
+            world.decoder.start(rows, [sequence])
     with pytest.raises(ValueError):
-        world.decoder.step(rows[:, :-1], [SequenceRows(40, 40, 1, world.tables[0])])
+        world.decoder.start(rows[:, :-1], [SequenceRows(40, 40, 1, world.tables[0])])
 
 
 def test_idle_threads_sleep() -> None:

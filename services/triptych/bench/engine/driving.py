@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -18,20 +18,26 @@ from triptych.worker.model.step import SequenceRows, StepBackend, StepResult
 
 
 class TimedBackend:
-    """Passes steps on and keeps how long the last one took."""
+    """Passes steps on and keeps how long the last one took, from its start to its result."""
 
     def __init__(self, backend: StepBackend) -> None:
+        self.input_dtype = backend.input_dtype
         self._backend = backend
         self.seconds = 0.0
 
-    def step(
+    def start(
         self, embedded: Tensor, sequences: Sequence[SequenceRows], *, logits: bool = True, greedy: bool = False
-    ) -> StepResult:
+    ) -> Callable[[], StepResult]:
         """As `StepBackend`."""
         begin = time.perf_counter()
-        result = self._backend.step(embedded, sequences, logits=logits, greedy=greedy)
-        self.seconds = time.perf_counter() - begin
-        return result
+        finish = self._backend.start(embedded, sequences, logits=logits, greedy=greedy)
+
+        def timed() -> StepResult:
+            result = finish()
+            self.seconds = time.perf_counter() - begin
+            return result
+
+        return timed
 
 
 class Driver:
@@ -76,9 +82,12 @@ class Driver:
         return sequence
 
     def step(self) -> tuple[float, float]:
-        """Runs one step. Returns its seconds, and how many of them were arithmetic."""
+        """Runs one step as the worker's loop does. Returns its seconds, and for how many of them arithmetic ran."""
+        engine = self.model.engine
         begin = time.perf_counter()
-        self.model.engine.step()
+        engine.start()
+        engine.tell()
+        engine.finish()
         return time.perf_counter() - begin, self._backend.seconds
 
     def decode_all(self) -> None:

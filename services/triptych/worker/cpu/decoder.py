@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -22,11 +22,13 @@ _CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class CpuDecoder:
-    """A Llama-family decoder in C++: weights packed for streaming, threads of its own, no allocation per step.
+    """A Llama-family decoder in C++: weights packed for streaming, threads of its own, buffers that are kept.
 
-    Only one thread at a time may call `step`; it releases the interpreter lock. Idle threads sleep after some tens of
-    microseconds. The tensors of the cache are used in place, so `cache_keys` and `cache_values` must not be resized.
+    Only one thread at a time may use it; waiting for a step releases the interpreter lock. Idle threads sleep after
+    some tens of microseconds. The tensors of the cache are used in place, so they must not be resized.
     """
+
+    input_dtype = torch.float32
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class CpuDecoder:
             cache_values: The same.
             weight_format: How weights are kept. With bf16 and int8, activations are rounded to bfloat16 in front of
                 matrix products where the processor multiplies bfloat16 itself, and nowhere else.
-            threads: How many, the caller's included; torch.get_num_threads() by default.
+            threads: How many; torch.get_num_threads() by default.
             isa: Use this instruction set and no better one; $TRIPTYCH_CPU_ISA or the best one by default.
             library: A library to use instead of the usual one.
 
@@ -60,6 +62,7 @@ class CpuDecoder:
         self._library = library or native.library()
         self._handle = None
         self.bytes_per_weight = _FORMAT_BYTES[weight_format]
+        self._running: tuple[object, ...] = ()
         cosines, sines = (table.detach().float().contiguous().flatten() for table in rotary)
         if shape.head_dim % 16 or not (shape.head_dim <= 128 or shape.head_dim == 256):
             raise KernelsUnavailable(f"head_dim {shape.head_dim} is not a multiple of 16 up to 128, or 256")
@@ -118,7 +121,7 @@ class CpuDecoder:
         """How many bytes of weights one step reads at least, the output projection included."""
         return int(self._library.triptych_weight_bytes(self._handle))
 
-    def step(
+    def start(
         self,
         embedded: Tensor,
         sequences: Sequence[SequenceRows],
@@ -126,11 +129,10 @@ class CpuDecoder:
         positions: Tensor | None = None,
         logits: bool = True,
         greedy: bool = False,
-    ) -> StepResult:
-        """Runs all layers over the rows of all sequences, and writes their keys and values into the cache.
+    ) -> Callable[[], StepResult]:
+        """Begins a step in the decoder's own threads, after the one before has ended; see `StepBackend`.
 
-        A row attends to all positions of its sequence up to its own. In the last layer, only rows with logits and each
-        sequence's last row are computed.
+        In the last layer, only rows with logits and each sequence's last row are computed.
 
         Args:
             embedded: Token embeddings and features, [tokens, hidden]: the sequences' rows, one after another.
@@ -178,9 +180,16 @@ class CpuDecoder:
             None if result.greedy is None else result.greedy.data_ptr(),
             result.finite.data_ptr(),
         )
-        if self._library.triptych_step(self._handle, ctypes.byref(given), ctypes.byref(taken)):
+        if self._library.triptych_start_step(self._handle, ctypes.byref(given), ctypes.byref(taken)):
             raise ValueError(self._error())
-        return result
+        # What the step reads and writes must outlive it, whether or not anybody waits for it.
+        self._running = (embedded, described, table, positions, result)
+
+        def finish() -> StepResult:
+            self._library.triptych_await_step(self._handle)
+            return result
+
+        return finish
 
     def _add_layer(self, layer: LayerWeights) -> None:
         names = ("attention_norm", "qkv", "qkv_bias", "attention_output", "mlp_norm", "gate_up", "down")

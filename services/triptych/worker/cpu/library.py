@@ -70,7 +70,8 @@ def load(path: Path) -> ctypes.CDLL:
         ("set_cache", number, pointer, pointer, pointer, number, number),
         ("weight_bytes", ctypes.c_size_t, pointer),
         ("isa", number, pointer),
-        ("step", number, pointer, pointer, pointer),
+        ("start_step", number, pointer, pointer, pointer),
+        ("await_step", None, pointer),
         ("read_seconds", ctypes.c_double, pointer, ctypes.c_size_t, number),
     ):
         function = getattr(library, f"triptych_{name}")

@@ -1,18 +1,20 @@
-"""The engine: takes requests, runs steps, tells what came out. Synchronous and single-threaded."""
+"""The engine: takes requests, runs steps, tells what came out. Single-threaded: only arithmetic runs elsewhere."""
 
 import itertools
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from triptych.config import WorkerSettings
-from triptych.errors import FeaturesRequired, IntegrityError, InvalidRequest, Overloaded, TriptychError
+from triptych.errors import InvalidRequest, Overloaded, TriptychError
 from triptych.worker.detokenizer import TextStream, TokenDecoder
 from triptych.worker.engine.budget import TokenBudget
-from triptych.worker.engine.events import Completed, Event, Failed, Load, Queued, Text, Usage
-from triptych.worker.engine.logprobs import TokenLogprobs, spell, within
+from triptych.worker.engine.coverage import Coverage, coverage_of
+from triptych.worker.engine.events import Completed, Event, Failed, Load, Queued
+from triptych.worker.engine.integrity import check_books
+from triptych.worker.engine.logprobs import TokenLogprobs
 from triptych.worker.engine.pins import Pins
 from triptych.worker.engine.queue import AgingQueue
 from triptych.worker.engine.request import FinishReason, GenerationRequest, TokenizedPrompt
@@ -20,26 +22,40 @@ from triptych.worker.engine.runner import Outcome, Runner
 from triptych.worker.engine.sampler import TokenChooser
 from triptych.worker.engine.scheduler import Chunk, StepPlan, commit, plan_step, release_blocks
 from triptych.worker.engine.sequence import Phase, Rank, Sequence
+from triptych.worker.engine.telling import Taken, tell
 from triptych.worker.engine.timeline import ChunkRecord
-from triptych.worker.kv.blocks import BlockPool, blocks_for
-from triptych.worker.kv.identity import BLOCK_TOKENS, identify_block, root_key
+from triptych.worker.kv.blocks import BlockPool
+from triptych.worker.kv.identity import BLOCK_TOKENS
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Coverage:
-    """What the prefix cache holds of a prompt: leading tokens, and whether each image is among them."""
+class _Computing:
+    """A step that has begun.
 
-    cached_tokens: int
-    images: tuple[bool, ...]
+    Attributes:
+        plan: What it computes.
+        start_ns: When it began, nanoseconds since the epoch.
+        outcomes: Waits for what it gave.
+        sequences: Whom it computes.
+        cancelled: Which of them end with it, whatever it gives.
+    """
+
+    plan: StepPlan
+    start_ns: int
+    outcomes: Callable[[], list[Outcome]]
+    sequences: frozenset[Sequence]
+    cancelled: set[Sequence] = field(default_factory=set)
 
 
 class Engine:
     """Continuous batching over one decoder.
 
-    A sequence waits, runs, or has ended; that changes only in `submit`, `cancel`, `abort` and `step`, which must all be
-    called from one thread.
+    A step is `start` and `finish`. What does not depend on its tokens belongs between them, while it computes: `tell`,
+    which makes text of the tokens of the step before, `submit` and `cancel`. All are called from one thread.
+
+    A sequence waits, runs, or has ended; that changes only in `submit`, `cancel`, `abort`, `start` and `finish`.
 
     Attributes:
         runner: What computes its plans.
@@ -67,6 +83,8 @@ class Engine:
         self._running = AgingQueue()
         self._pins = Pins(pool.size)
         self._serials = itertools.count()
+        self._computing: _Computing | None = None
+        self._news: deque[tuple[Sequence, Taken | Event]] = deque()  # What happened and is not told.
         model_tokens, pool_tokens = runner.config.context_tokens, pool.size * BLOCK_TOKENS
         self.computed_tokens = 0
         self.context_tokens = min(model_tokens, pool_tokens)
@@ -74,8 +92,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        return bool(self._waiting or self._running)
+        """Whether a step would do anything, or has something to tell."""
+        return bool(self._waiting or self._running or self._news)
 
     def submit(self, request: GenerationRequest) -> tuple[Sequence, Queued]:
         """Queues a request. Returns its sequence, which is its handle in `cancel` and in the events of `step`.
@@ -99,13 +117,18 @@ class Engine:
         text = TextStream(self._text_decoder, request.stopping.stop)
         due_s = time.monotonic() + request.priority * self._settings.max_wait_s
         sequence = Sequence(request, Rank(due_s, next(self._serials)), chooser, text, self._image_token_id)
-        self._pin(sequence)
+        sequence.reusable_chain()  # Hashed here and kept: a step may be computing, and planning the next one is not.
+        self._pins.pin(sequence, self._pool, (*self._waiting, *self._running))
         self._waiting.add(sequence)
         return sequence, Queued(len(prompt.token_ids))
 
     def cancel(self, sequence: Sequence) -> None:
-        """Ends a sequence without an event and frees all it holds; does nothing if it has ended."""
-        if sequence.phase is not Phase.ENDED:
+        """Ends a sequence without an event and frees all it holds, at once or with the step that computes it now."""
+        for news in [news for news in self._news if news[0] is sequence]:
+            self._news.remove(news)
+        if self._computing is not None and sequence in self._computing.sequences:
+            self._computing.cancelled.add(sequence)
+        elif sequence.phase is not Phase.ENDED:
             self._end(sequence)
 
     def abort(self, error: TriptychError) -> list[tuple[Sequence, Event]]:
@@ -113,9 +136,16 @@ class Engine:
         return [self._fail(sequence, error) for sequence in (*self._waiting, *self._running)]
 
     def step(self) -> list[tuple[Sequence, Event]]:
-        """Runs one step: some tokens of every running sequence. Returns what happened, in order.
+        """Runs one step from its plan to its events. Returns what happened, in order."""
+        self.start()
+        self.finish()
+        return self.tell()
 
-        Errors of the step become Failed events of the sequences that took part; only a broken plan is raised.
+    def start(self) -> None:
+        """Plans a step, some tokens of every running sequence, and begins to compute it.
+
+        Until `finish`, everything else may be called but `start`. Errors of the step become Failed events of the
+        sequences that take part; only a broken plan is raised.
         """
         plan = plan_step(self._waiting, self._running, self._budget, self._pool)
         commit(plan, self._waiting, self._running, self._pool)
@@ -123,27 +153,56 @@ class Engine:
             if not admission.sequence.timeline.chunks:
                 admission.sequence.cached_tokens = admission.sequence.computed
         if not plan.tokens:
-            return []
+            return
         start_ns = time.time_ns()
         try:
-            outcomes = self.runner.run(plan)
+            self._computing = _Computing(plan, start_ns, self.runner.start(plan), frozenset(plan.sequences()))
         except Exception as error:
-            log.exception("a step of %d sequences failed", len(plan.decodes) + len(plan.chunks))
-            return [self._fail(sequence, _internal(error)) for sequence in plan.sequences()]
-        self.computed_tokens += plan.tokens
-        return list(self._postprocess(plan, outcomes, start_ns))
+            self._fail_step(plan, error)
+
+    def finish(self) -> None:
+        """Waits for the step that has begun, if one has, and takes its tokens."""
+        step, self._computing = self._computing, None
+        if step is None:
+            return
+        try:
+            outcomes = step.outcomes()
+        except Exception as error:
+            self._fail_step(step.plan, error, step.cancelled)
+            return
+        self.computed_tokens += step.plan.tokens
+        now_ns = time.time_ns()
+        chunks = {chunk.sequence: chunk for chunk in step.plan.chunks}
+        for sequence, outcome in zip(step.plan.sequences(), outcomes, strict=True):
+            try:
+                if not outcome.finite:
+                    self._discard(sequence)
+                elif sequence not in step.cancelled:
+                    self._take_all(sequence, chunks.get(sequence), outcome, step.start_ns, now_ns)
+            except Exception as error:
+                log.exception("a sequence failed")
+                self._news.append(self._fail(sequence, _internal(error)))
+        for sequence in step.cancelled:
+            self.cancel(sequence)
+
+    def tell(self) -> list[tuple[Sequence, Event]]:
+        """Returns what happened since the last call, in order. Turns tokens into text, best while a step computes."""
+        told: list[tuple[Sequence, Event]] = []
+        while self._news:
+            sequence, news = self._news.popleft()
+            if not isinstance(news, Taken):
+                told.append((sequence, news))
+                continue
+            try:
+                told += ((sequence, event) for event in tell(sequence, news, self._text_decoder))
+            except Exception as error:
+                log.exception("a sequence failed")
+                told.append(self._fail(sequence, _internal(error)))
+        return told
 
     def coverage(self, prompt: TokenizedPrompt, cache_salt: str) -> Coverage:
         """Tells what the prefix cache holds of a prompt now. Takes no reference."""
-        key = root_key(cache_salt)
-        cached_tokens = 0
-        while cached_tokens + BLOCK_TOKENS < len(prompt.token_ids):
-            identity = identify_block(key, prompt.token_ids, prompt.spans, cached_tokens)
-            if not self._pool.match((identity,)):
-                break
-            key = identity.key
-            cached_tokens += BLOCK_TOKENS
-        return Coverage(cached_tokens, tuple(span.end <= cached_tokens for span in prompt.spans))
+        return coverage_of(self._pool, prompt, cache_salt)
 
     def load(self) -> Load:
         """Returns the engine's state as counts."""
@@ -152,62 +211,17 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless pool, queues and sequences agree, and nothing is held when there is no work."""
-        self._pool.check_integrity()
-        self._waiting.check_integrity()
-        self._running.check_integrity()
-        sequences = [*self._waiting, *self._running]
-        self._pins.check_integrity(sequences)
-        held = Counter(block for sequence in sequences for block in sequence.blocks)
-        if any(self._pool.references(block) != held[block] for block in range(self._pool.size)):
-            raise IntegrityError("references to KV blocks and the sequences' block tables differ")
-        for sequence in self._waiting:
-            if sequence.phase is not Phase.WAITING or len(sequence.blocks) != sequence.pinned:
-                raise IntegrityError("a waiting sequence holds more than its pinned blocks")
-        for sequence in self._running:
-            if sequence.phase not in (Phase.PREFILL, Phase.DECODE) or sequence.pending <= 0:
-                raise IntegrityError("a running sequence has nothing to do")
-            if sequence.computed > len(sequence.blocks) * BLOCK_TOKENS:
-                raise IntegrityError("a sequence has fewer blocks than its computed tokens need")
+        check_books(self._pool, self._waiting, self._running, self._pins)
 
-    def _pin(self, sequence: Sequence) -> None:
-        """Takes the blocks of images that came without features. Raises FeaturesRequired."""
-        request = sequence.request
-        spans = zip(request.prompt.spans, request.features, strict=True)
-        needed = max((span.end for span, features in spans if features is None), default=0)
-        if not needed:
-            return
-        blocks = self._pool.match(sequence.reusable_chain())[: blocks_for(needed)]
-        if len(blocks) * BLOCK_TOKENS < needed:
-            raise FeaturesRequired("the KV of an image without features is not cached; send the request with features")
-        if not self._pins.can_add(blocks, (*self._waiting, *self._running, sequence)):
-            raise FeaturesRequired("too little KV memory to hold an image without features; send it with features")
-        for block in blocks:
-            self._pool.acquire(block)
-        self._pins.add(blocks)
-        sequence.blocks = list(blocks)
-        sequence.pinned = sequence.identified = len(blocks)
-        sequence.computed = len(blocks) * BLOCK_TOKENS
-
-    def _postprocess(self, plan: StepPlan, outcomes: list[Outcome], start_ns: int) -> Iterator[tuple[Sequence, Event]]:
-        now_ns = time.time_ns()
-        chunks = {chunk.sequence: chunk for chunk in plan.chunks}
-        for sequence, outcome in zip(plan.sequences(), outcomes, strict=True):
-            chunk = chunks.get(sequence)
-            try:
-                if not outcome.finite:
-                    yield self._discard(sequence)
-                    continue
-                self._advance(sequence, chunk, start_ns, now_ns)
-                for index, (token, logprobs) in enumerate(zip(outcome.tokens, outcome.logprobs, strict=True)):
-                    if index:
-                        sequence.computed += 1  # The token before was guessed right: its KV is there.
-                    for event in self._take_token(sequence, token, logprobs, now_ns):
-                        yield sequence, event
-                    if sequence.phase is Phase.ENDED:
-                        break
-            except Exception as error:
-                log.exception("a sequence failed")
-                yield self._fail(sequence, _internal(error))
+    def _take_all(self, sequence: Sequence, chunk: Chunk | None, outcome: Outcome, start_ns: int, now_ns: int) -> None:
+        """Notes what a step computed for a sequence, and takes its tokens."""
+        self._advance(sequence, chunk, start_ns, now_ns)
+        for index, (token, logprobs) in enumerate(zip(outcome.tokens, outcome.logprobs, strict=True)):
+            if index:
+                sequence.computed += 1  # The token before was guessed right: its KV is there.
+            self._take(sequence, token, logprobs, now_ns)
+            if sequence.phase is Phase.ENDED:
+                break
 
     def _advance(self, sequence: Sequence, chunk: Chunk | None, start_ns: int, now_ns: int) -> None:
         """Notes that positions were computed, and offers the blocks they filled to the prefix cache."""
@@ -227,49 +241,43 @@ class Engine:
                 self._pool.identify(sequence.blocks[index], identity)
             sequence.identified = full
 
-    def _take_token(
-        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_ns: int
-    ) -> Iterator[Event]:
-        """Appends a token, and tells the text and the end it may bring."""
+    def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_ns: int) -> None:
+        """Appends a token, and ends the sequence where it must."""
         stopping = sequence.request.stopping
         previous = sequence.token_ids[-1]
         sequence.token_ids.append(token)
         sequence.chooser.note(token)
         sequence.timeline.token_at(now_ns)
-        sequence.unsent_tokens += 1
         reason = None
         if token in self._end_token_ids and not stopping.ignore_eos:
-            reason, text = FinishReason.END, ""
+            reason = FinishReason.END
+        elif sequence.output_tokens >= stopping.max_tokens:
+            reason = FinishReason.LENGTH
+        taken = Taken(token, previous, logprobs, reason)
+        if stopping.stop:  # Whether it goes on depends on its text, which can otherwise wait.
+            events = tell(sequence, taken, self._text_decoder)
+            self._news += ((sequence, event) for event in events)
+            ends = any(isinstance(event, Completed) for event in events)
         else:
-            if logprobs is not None:
-                sequence.unsent_choices.append(spell(logprobs, previous, self._text_decoder))
-            piece = sequence.text.push(token)
-            text = piece.text
-            if piece.stopped:
-                reason = FinishReason.STOP
-            elif sequence.output_tokens >= stopping.max_tokens:
-                reason = FinishReason.LENGTH
-        if reason in (FinishReason.END, FinishReason.LENGTH):
-            piece = sequence.text.finish()
-            text += piece.text
-            reason = FinishReason.STOP if piece.stopped else reason
-        if text:
-            choices = sequence.unsent_choices
-            sent = within(choices, text) if reason is FinishReason.STOP else tuple(choices)
-            yield Text(text, sequence.unsent_tokens, sent)
-            sequence.unsent_tokens = 0
-            choices.clear()
-        if reason is not None:
+            self._news.append((sequence, taken))
+            ends = reason is not None
+        if ends:
             self._end(sequence)
-            yield Completed(reason, _usage(sequence), sequence.timeline)
 
-    def _discard(self, sequence: Sequence) -> tuple[Sequence, Event]:
+    def _discard(self, sequence: Sequence) -> None:
         """Fails a sequence whose numbers are not finite, and lets none of them outlive it."""
         self.runner.cache.wipe(sequence.blocks[sequence.identified :])
         log.error("numbers are not finite; the request failed")
-        return self._fail(
-            sequence, TriptychError("the model's numbers are not finite for this request", reason="NOT_FINITE")
-        )
+        error = TriptychError("the model's numbers are not finite for this request", reason="NOT_FINITE")
+        self._news.append(self._fail(sequence, error))
+
+    def _fail_step(self, plan: StepPlan, error: Exception, cancelled: Collection[Sequence] = ()) -> None:
+        """Fails all whom a step would have computed, and ends those who were cancelled meanwhile."""
+        log.exception("a step of %d sequences failed", len(plan.decodes) + len(plan.chunks))
+        for sequence in plan.sequences():
+            failed = self._fail(sequence, _internal(error))
+            if sequence not in cancelled:
+                self._news.append(failed)
 
     def _fail(self, sequence: Sequence, error: TriptychError) -> tuple[Sequence, Event]:
         self.cancel(sequence)
@@ -282,12 +290,6 @@ class Engine:
         self._pins.remove(sequence.blocks[: sequence.pinned])
         sequence.pinned = 0
         release_blocks(sequence, self._pool)
-
-
-def _usage(sequence: Sequence) -> Usage:
-    prompt = sequence.request.prompt
-    visual = prompt.visual_tokens
-    return Usage(len(prompt.token_ids) - visual, visual, sequence.cached_tokens, sequence.output_tokens)
 
 
 def _internal(error: Exception) -> TriptychError:

@@ -3,9 +3,10 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from triptych.errors import IntegrityError
+from triptych.errors import FeaturesRequired, IntegrityError
 from triptych.worker.engine.sequence import Sequence
-from triptych.worker.kv.blocks import blocks_for
+from triptych.worker.kv.blocks import BlockPool, blocks_for
+from triptych.worker.kv.identity import BLOCK_TOKENS
 
 
 class Pins:
@@ -18,6 +19,25 @@ class Pins:
     def __init__(self, pool_size: int) -> None:
         self._pool_size = pool_size
         self._holders: Counter[int] = Counter()
+
+    def pin(self, sequence: Sequence, pool: BlockPool, others: Iterable[Sequence]) -> None:
+        """Takes the blocks of a new sequence's images that came without features. Raises FeaturesRequired."""
+        request = sequence.request
+        spans = zip(request.prompt.spans, request.features, strict=True)
+        needed = max((span.end for span, features in spans if features is None), default=0)
+        if not needed:
+            return
+        blocks = pool.match(sequence.reusable_chain())[: blocks_for(needed)]
+        if len(blocks) * BLOCK_TOKENS < needed:
+            raise FeaturesRequired("the KV of an image without features is not cached; send the request with features")
+        if not self.can_add(blocks, (*others, sequence)):
+            raise FeaturesRequired("too little KV memory to hold an image without features; send it with features")
+        for block in blocks:
+            pool.acquire(block)
+        self.add(blocks)
+        sequence.blocks = list(blocks)
+        sequence.pinned = sequence.identified = len(blocks)
+        sequence.computed = len(blocks) * BLOCK_TOKENS
 
     def can_add(self, blocks: Iterable[int], sequences: Iterable[Sequence]) -> bool:
         """Tells whether `blocks` may be pinned while `sequences`, the new one included, have to finish."""

@@ -1,5 +1,6 @@
 """Executes a plan: gathers its tokens' embeddings, runs a step, chooses tokens where logits are needed."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,10 @@ from triptych.worker.engine.logprobs import TokenLogprobs
 from triptych.worker.engine.scheduler import Chunk, StepPlan
 from triptych.worker.kv.cache import KVCache
 from triptych.worker.model.config import DecoderConfig
-from triptych.worker.model.step import SequenceRows, StepBackend
+from triptych.worker.model.step import SequenceRows, StepBackend, StepResult
+
+# torch computes this many elements in the calling thread (at::internal::GRAIN_SIZE).
+_SERIAL_ELEMENTS = 32768
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Runner:
     """
 
     def __init__(self, config: DecoderConfig, embedding: Tensor, cache: KVCache, backend: StepBackend) -> None:
-        """`embedding` is [vocabulary, hidden], on the device and in the type of the backend's input."""
+        """`embedding` is [vocabulary, hidden], on the device."""
         self.config = config
         self.device = embedding.device
         self.cache = cache
@@ -48,8 +52,11 @@ class Runner:
         self._embedding = embedding
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[Outcome]:
-        """Computes a plan's tokens. Returns one outcome for each of `plan.sequences()`, in that order."""
+    def start(self, plan: StepPlan) -> Callable[[], list[Outcome]]:
+        """Begins to compute a plan's tokens.
+
+        Returns a function that waits for them and gives one outcome for each of `plan.sequences()`, in that order.
+        """
         rows = _rows(plan)
         wanted = [
             Wanted(row.logits, sequence.chooser, guess)
@@ -57,16 +64,8 @@ class Runner:
         ]
         # A large vocabulary's logits are worth leaving where they are when all that is wanted is the largest one.
         greedy = all(each.chooser.takes_largest for each in wanted if each.rows)
-        result = self.backend.step(self._embed(plan), rows, logits=not greedy, greedy=greedy)
-        chosen: list[Chosen] = [((), ())] * len(rows)
-        if result.greedy is not None:
-            chosen = confirm(result.greedy.tolist(), wanted)
-        elif result.logits is not None:
-            chosen = choose(result.logits, wanted)
-        return [
-            Outcome(tokens, finite, logprobs)
-            for (tokens, logprobs), finite in zip(chosen, result.finite.tolist(), strict=True)
-        ]
+        finish = self.backend.start(self._embed(plan), rows, logits=not greedy, greedy=greedy)
+        return lambda: _outcomes(finish(), wanted)
 
     def _embed(self, plan: StepPlan) -> Tensor:
         """Returns the embeddings of all rows, decodes first, with images' features in their places."""
@@ -76,13 +75,41 @@ class Runner:
         row = len(token_ids)
         for chunk in plan.chunks:
             token_ids += chunk.sequence.token_ids[chunk.start : chunk.end]
-        embedded = self._embedding[torch.tensor(token_ids, device=self.device)]
+        embedded = gather(self._embedding, token_ids, self.backend.input_dtype)
         for chunk in plan.chunks:
             for position, features in _features(chunk):
                 first = row + position - chunk.start
                 embedded[first : first + len(features)] = features
             row += chunk.tokens
         return embedded
+
+
+def gather(table: Tensor, rows: list[int], dtype: torch.dtype) -> Tensor:
+    """Returns rows of a table [rows, width] as another element type.
+
+    On CPU in pieces below the size from which torch calls its threads: these sleep between steps, and where other
+    programs run, waking them for so little may take longer than a small step does.
+    """
+    if table.device.type != "cpu":
+        return table[torch.tensor(rows, device=table.device)].to(dtype)
+    found = torch.empty(len(rows), table.shape[1], dtype=dtype)
+    piece = max(1, _SERIAL_ELEMENTS // table.shape[1])
+    for first in range(0, len(rows), piece):
+        found[first : first + piece] = table[torch.tensor(rows[first : first + piece])]
+    return found
+
+
+@torch.inference_mode()
+def _outcomes(result: StepResult, wanted: Sequence[Wanted]) -> list[Outcome]:
+    chosen: list[Chosen] = [((), ())] * len(wanted)
+    if result.greedy is not None:
+        chosen = confirm(result.greedy.tolist(), wanted)
+    elif result.logits is not None:
+        chosen = choose(result.logits, wanted)
+    return [
+        Outcome(tokens, finite, logprobs)
+        for (tokens, logprobs), finite in zip(chosen, result.finite.tolist(), strict=True)
+    ]
 
 
 def _rows(plan: StepPlan) -> list[SequenceRows]:

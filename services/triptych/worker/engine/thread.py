@@ -93,9 +93,9 @@ class EngineThread:
         return generation
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Runs a quick function on the engine between two steps, and returns what it returns or raises.
+        """Runs a quick function on the engine between two steps or while one computes.
 
-        Raises Unavailable when the engine is stopping or dead.
+        Returns what it returns. Raises what it raises, and Unavailable when the engine is stopping or dead.
         """
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
@@ -146,16 +146,26 @@ class EngineThread:
                 self._checked = False
         except queue.Empty:
             self._check_integrity()
+        self._run_commands()
+
+    def _run_commands(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._inbox.get_nowait()()
 
     def _step(self) -> None:
+        """Runs a step, and what need not wait for it while it computes."""
         try:
-            happened = self._engine.step()
+            self._engine.start()
         except Exception:
             log.exception("a step could not be planned; all requests fail")
-            happened = self._engine.abort(TriptychError("internal error; the worker's log has the details"))
+            self._tell(self._engine.abort(TriptychError("internal error; the worker's log has the details")))
+            return
+        self._tell(self._engine.tell())
+        self._run_commands()
+        self._engine.finish()
+
+    def _tell(self, happened: list[tuple[Sequence, Event]]) -> None:
         events: list[tuple[Generation, Event]] = []
         for sequence, event in happened:
             ends = isinstance(event, Completed | Failed)

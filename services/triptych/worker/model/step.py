@@ -1,9 +1,10 @@
 """What a step is given and what it gives, whatever computes it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -39,14 +40,22 @@ class StepResult:
 
 
 class StepBackend(Protocol):
-    """Something that computes decoder steps over a paged KV cache."""
+    """Something that computes decoder steps over a paged KV cache.
 
-    def step(
+    Attributes:
+        input_dtype: Element type in which it wants embeddings.
+    """
+
+    input_dtype: torch.dtype
+
+    def start(
         self, embedded: Tensor, sequences: Sequence[SequenceRows], *, logits: bool = True, greedy: bool = False
-    ) -> StepResult:
-        """Runs all layers over the rows of all sequences, and writes their keys and values into the cache.
+    ) -> Callable[[], StepResult]:
+        """Begins to run all layers over the rows of all sequences, and to write their keys and values into the cache.
 
-        A row attends to all positions of its sequence up to its own.
+        A row attends to all positions of its sequence up to its own. One step runs at a time.
+
+        Returns a function that waits for the result; until it is called, the caller can do something else.
 
         Args:
             embedded: Token embeddings and features, [tokens, hidden]: the sequences' rows, one after another.

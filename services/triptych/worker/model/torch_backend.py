@@ -1,6 +1,6 @@
 """Decoder steps in plain torch: on CUDA, and on CPU where the C++ engine cannot be built."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,14 +16,20 @@ class TorchBackend:
     """A decoder and the cache's tensors."""
 
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+        self.input_dtype = decoder.weights.embedding.dtype
         self._decoder = decoder
         self._cache = cache
 
-    @torch.inference_mode()
-    def step(
+    def start(
         self, embedded: Tensor, sequences: Sequence[SequenceRows], *, logits: bool = True, greedy: bool = False
-    ) -> StepResult:
-        """Computes a step; see `StepBackend`. Single rows are computed together and must come first."""
+    ) -> Callable[[], StepResult]:
+        """Begins a step; see `StepBackend`. On CUDA it runs by itself; on CPU it has ended when this returns."""
+        result = self._step(embedded, sequences, logits=logits, greedy=greedy)
+        return lambda: result
+
+    @torch.inference_mode()
+    def _step(self, embedded: Tensor, sequences: Sequence[SequenceRows], *, logits: bool, greedy: bool) -> StepResult:
+        """Single rows are computed together and must come first."""
         positions, batch = _describe(sequences, embedded.device)
         hidden = self._decoder.forward(embedded, positions, batch, self._cache)
         ends: list[int] = []

@@ -66,12 +66,15 @@ size_t triptych_weight_bytes(void* handle) { return decoder_of(handle)->weight_b
 
 int triptych_isa(void* handle) { return static_cast<int>(decoder_of(handle)->kernels().isa); }
 
-// Returns 0, or 1 with nothing computed.
-int triptych_step(void* handle, const triptych::StepInput* input, const triptych::StepOutput* output) {
+// Begins a step. Returns 0, or 1 with nothing begun.
+int triptych_start_step(void* handle, const triptych::StepInput* input, const triptych::StepOutput* output) {
   return guarded([&] {
-    if (!decoder_of(handle)->step(*input, *output)) throw std::invalid_argument("the step does not fit the decoder");
+    if (!decoder_of(handle)->start(*input, *output)) throw std::invalid_argument("the step does not fit the decoder");
   });
 }
+
+// Returns when the step has ended; at once when none runs.
+void triptych_await_step(void* handle) { decoder_of(handle)->wait(); }
 
 // Seconds that `threads` threads take to read `bytes` at `data` once, in order: the limit of a decode step.
 double triptych_read_seconds(const void* data, size_t bytes, int threads) {

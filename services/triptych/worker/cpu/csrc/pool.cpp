@@ -43,7 +43,7 @@ void Barrier::wait() {
 }
 
 Pool::Pool(int threads) : threads_(threads), barrier_(threads), counters_(new Counter[2 * threads]) {
-  for (int index = 1; index < threads; ++index) workers_.emplace_back([this, index] { serve(index); });
+  for (int index = 0; index < threads; ++index) workers_.emplace_back([this, index] { serve(index); });
 }
 
 Pool::~Pool() {
@@ -53,14 +53,16 @@ Pool::~Pool() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-void Pool::run(const std::function<void(Team&)>& job) {
-  job_ = &job;
+void Pool::start(std::function<void(Team&)> job) {
+  job_ = std::move(job);
+  working_.store(threads_);
   for (int i = 0; i < 2 * threads_; ++i) counters_[i].taken.store(0, std::memory_order_relaxed);
   posted_.fetch_add(1);
   if (sleepers_.load()) posted_.notify_all();
-  Team team(*this, 0);
-  job(team);
-  barrier_.wait();  // Nobody may still look at `job` when it goes out of scope.
+}
+
+void Pool::wait() {
+  for (int working; (working = working_.load()) != 0;) working_.wait(working);
 }
 
 void Pool::serve(int index) {
@@ -68,8 +70,8 @@ void Pool::serve(int index) {
     wait_for_change(posted_, seen, sleepers_);
     if (stopping_.load()) return;
     Team team(*this, index);
-    (*job_)(team);
-    barrier_.wait();
+    job_(team);
+    if (working_.fetch_sub(1) == 1) working_.notify_all();
   }
 }
 

@@ -1,10 +1,11 @@
-// A fixed team of threads that runs one job at a time in lock step.
+// A fixed team of threads that runs one job at a time in lock step, while its caller does something else.
 #pragma once
 
 #include <atomic>
 #include <functional>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace triptych {
@@ -51,8 +52,14 @@ class Pool {
 
   int threads() const { return threads_; }
 
-  // Runs job(team) on every thread, the caller among them, and returns when all are done. One caller at a time.
-  void run(const std::function<void(Team&)>& job);
+  // Begins job(team) on every thread; the caller is none of them. One job and one caller at a time.
+  void start(std::function<void(Team&)> job);
+  // Returns when all threads are done with the job; at once when there is none.
+  void wait();
+  void run(std::function<void(Team&)> job) {
+    start(std::move(job));
+    wait();
+  }
 
  private:
   friend class Team;
@@ -67,9 +74,10 @@ class Pool {
   const int threads_;
   Barrier barrier_;
   std::unique_ptr<Counter[]> counters_;
-  const std::function<void(Team&)>* job_ = nullptr;
+  std::function<void(Team&)> job_;
   alignas(64) std::atomic<unsigned> posted_{0};
   std::atomic<int> sleepers_{0};
+  alignas(64) std::atomic<int> working_{0};
   std::atomic<bool> stopping_{false};
   std::vector<std::thread> workers_;
 };

@@ -179,8 +179,8 @@ class Decoder::Step {
   Buffers& b_;
   const Kernels& k_;
   const DecoderShape& s_;
-  const StepInput& input_;
-  const StepOutput& output_;
+  const StepInput input_;
+  const StepOutput output_;
   const size_t element_;  // Bytes of an activation.
   const int queries_, keys_, qkv_;
   const size_t ld_hidden_, ld_attended_, ld_gated_;
@@ -351,11 +351,12 @@ void Decoder::Step::finish(Team& team) {
     team.for_each(rows, [&](long i) { output_.greedy[i] = k_.argmax(logits + i * s_.vocabulary, s_.vocabulary); });
 }
 
-bool Decoder::step(const StepInput& input, const StepOutput& output) {
+bool Decoder::start(const StepInput& input, const StepOutput& output) {
+  pool_.wait();
   if (!accepts(input)) return false;
   plan(input);
-  Step step(*this, input, output);
-  pool_.run([&](Team& team) { step.run(team); });
+  auto step = std::make_shared<Step>(*this, input, output);
+  pool_.start([step](Team& team) { step->run(team); });
   return true;
 }
 

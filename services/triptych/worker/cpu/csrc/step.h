@@ -70,8 +70,11 @@ class Decoder {
   // The cache is not copied; layers' tensors [blocks, 16, kv_heads, head_dim].
   void set_cache(void* const* keys, void* const* values, int blocks, CacheType type);
 
+  // Begins a step, after the one before has ended; what `input` and `output` point at must live until `wait` returns.
   // Returns false, having changed nothing, if the input does not fit the decoder.
-  bool step(const StepInput& input, const StepOutput& output);
+  bool start(const StepInput& input, const StepOutput& output);
+  // Returns when the step has ended.
+  void wait() { pool_.wait(); }
 
   const Kernels& kernels() const { return kernels_; }
   size_t weight_bytes() const { return weight_bytes_; }  // What one step reads at least, the head included.
