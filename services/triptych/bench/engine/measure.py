@@ -32,7 +32,7 @@ class Figure(BaseModel):
     tokens_per_s: Annotated[Spread, Field(description="tokens computed a second")]
     limit_s: Annotated[Spread, Field(description="the least time for what must be read, or computed")]
     share_of_limit: Annotated[Spread, Field(description="limit / seconds, of samples taken one after the other")]
-    loop_share: Annotated[Spread, Field(description="part of a step that is not arithmetic")]
+    loop_share: Annotated[Spread, Field(description="part of a step while no arithmetic runs")]
     ratio_to_transformers: Annotated[Spread | None, Field(description="its seconds / ours; None: not measured")]
 
 
