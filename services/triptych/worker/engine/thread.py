@@ -133,6 +133,7 @@ class EngineThread:
                 if not self._engine.has_work or self._engine.computed_tokens != computed:
                     self._progress_s = time.monotonic()
                 self.load = self._engine.load()
+            self._tell(self._engine.tell())
         except Exception:
             log.exception("the engine died")
         finally:
