@@ -1,12 +1,14 @@
 """The whole system on one machine: Triton, worker, router and gateway as child processes that live and die together."""
 
 import asyncio
+import json
 import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from pydantic import SecretStr
 from pydantic_settings import BaseSettings
@@ -108,10 +110,16 @@ class Stack:
 
 
 def plan_stack(settings: StackSettings) -> list[ServiceSpec]:
-    """Returns how to start the services."""
+    """Returns how to start the services; a text-only checkpoint needs no Triton."""
     triton, worker, router = settings.triton, settings.worker, settings.router
-    plan = [
-        _plan("triton", triton, f"{reachable(triton.host)}:{triton.grpc_port}", triton.start_timeout_s),
+    plan = (
+        []
+        if takes_no_pictures(worker.model_dir)
+        else [
+            _plan("triton", triton, f"{reachable(triton.host)}:{triton.grpc_port}", triton.start_timeout_s),
+        ]
+    )
+    plan += [
         _plan("worker", worker, f"{reachable(worker.host)}:{worker.port}"),
         _plan("router", router, settings.router_address),
     ]
@@ -123,11 +131,20 @@ def plan_stack(settings: StackSettings) -> list[ServiceSpec]:
 def check_stack_ports(settings: StackSettings) -> None:
     """Raises Unavailable (PORT_TAKEN) naming the port and its knob when a service could not listen."""
     triton, gateway = settings.triton, settings.gateway
-    check_ports(triton.host, triton, "grpc_port", "http_port", "metrics_port")
+    if not takes_no_pictures(settings.worker.model_dir):
+        check_ports(triton.host, triton, "grpc_port", "http_port", "metrics_port")
     check_ports(settings.worker.host, settings.worker, "port")
     check_ports(settings.router.host, settings.router, "port")
     if gateway is not None:
         check_ports(gateway.host, gateway, "port")
+
+
+def takes_no_pictures(model_dir: Path) -> bool:
+    """Tells whether a folder holds a text-only checkpoint; of what is wrong with it, the worker will tell."""
+    try:
+        return "vision_config" not in json.loads((model_dir / "config.json").read_text("utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 @asynccontextmanager

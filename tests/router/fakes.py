@@ -76,6 +76,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.probe: Callable[[], Any] = lambda: asyncio.sleep(0)
         self.silent = asyncio.Event()
         self.hidden_size = SPEC.hidden_size
+        self.text_only = False
         self.refuse: TriptychError | None = None
 
     async def Generate(
@@ -122,7 +123,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         while True:
             if not self.silent.is_set():
                 model = worker_pb2.WorkerModel(
-                    name="demo", fingerprint="cafe", context_tokens=512, hidden_size=self.hidden_size
+                    name="demo",
+                    fingerprint="cafe",
+                    context_tokens=512,
+                    hidden_size=self.hidden_size,
+                    text_only=self.text_only,
                 )
                 yield worker_pb2.WorkerLoad(model=model)
             await asyncio.sleep(0.05)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.router.conftest import Rig
+from tests.router.conftest import Rig, until
 from tests.router.fakes import SPEC, ask, png
 from triptych.errors import InvalidRequest, Overloaded
 from triptych.v1 import generation_pb2, inference_pb2
@@ -170,3 +170,15 @@ async def test_get_model_describes_worker_and_encoder_together(rig: Rig) -> None
     assert (model.name, model.fingerprint, model.context_tokens) == ("demo", "cafe", 512)
     assert (model.native_image_side, model.native_visual_tokens, model.encoder_version) == (112, 64, "1")
     assert model.max_images == 8
+
+
+async def test_a_text_only_model_is_ready_without_an_encoder_and_refuses_pictures(rig: Rig) -> None:
+    rig.worker.text_only = True
+    rig.encoder.ready, rig.encoder.spec = False, None
+    await until(lambda: rig.router.readiness.ready)
+    await asyncio.sleep(0.3)
+    assert rig.router.readiness.ready
+    model = await rig.stub.GetModel(inference_pb2.GetModelRequest())
+    assert (model.name, model.max_images, model.native_image_side) == ("demo", 0, 0)
+    assert (await rig.answer(ask("no picture"))).text == "abc"
+    assert (await rig.failure(ask(RED, "?"))).reason == "IMAGES_UNSUPPORTED"

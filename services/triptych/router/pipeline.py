@@ -36,7 +36,7 @@ class Pipeline:
         self.cache = EncoderCache(settings.encoder_cache_bytes)
         self._encode = Encode(settings, encoder, self.cache)
         self._steps: tuple[Step, ...] = (
-            Intake(settings, self._threads),
+            Intake(settings, worker, self._threads),
             Preprocess(settings, encoder, self._threads),
             Probe(worker),
             self._encode,

@@ -1,4 +1,4 @@
-"""Whether the router can serve: the encoder answers, the worker gives signs of life, and the two fit."""
+"""Whether the router can serve: the worker gives signs of life, the encoder answers, and the two fit."""
 
 import asyncio
 import logging
@@ -23,7 +23,8 @@ REFRESH_TIMEOUT_S = 2.0
 class Readiness:
     """Watches encoder and worker and reports each change.
 
-    Ready means able to serve pictures. Text-only requests are served whenever the worker is alive.
+    Ready means able to serve pictures, unless the worker's model takes none. Text-only requests are served whenever the
+    worker is alive.
     """
 
     def __init__(self, encoder: Encoder, worker: WorkerClient, report: Callable[[bool], Awaitable[None]]) -> None:
@@ -60,10 +61,12 @@ class Readiness:
 
     def _obstacle(self) -> str | None:
         """Returns what keeps the router from serving, or None."""
-        if not self._encoder.ready or self._encoder.spec is None:
-            return "the encoder does not answer"
         if not self._worker.alive:
             return "the worker gives no sign of life"
+        if self._worker.model.text_only:
+            return None
+        if not self._encoder.ready or self._encoder.spec is None:
+            return "the encoder does not answer"
         if self._worker.model.hidden_size != self._encoder.spec.hidden_size:
             return "the encoder's features do not fit the worker's model"
         return None

@@ -51,6 +51,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.Model:
         """See inference.proto."""
         model, spec = self._worker.model, self._encoder.spec
+        if model.text_only:
+            return inference_pb2.Model(
+                name=model.name, fingerprint=model.fingerprint, context_tokens=model.context_tokens
+            )
         if spec is None or not self._encoder.ready:
             raise Unavailable("the vision encoder does not answer", reason="ENCODER_UNAVAILABLE")
         if model.hidden_size != spec.hidden_size:

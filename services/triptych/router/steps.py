@@ -46,8 +46,9 @@ class Step(Protocol):
 class Intake:
     """Validates the request, then unpacks each image's file and checks its header against the limits."""
 
-    def __init__(self, settings: RouterSettings, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, settings: RouterSettings, worker: WorkerClient, threads: ThreadPoolExecutor) -> None:
         self._settings = settings
+        self._worker = worker
         self._limits = image_limits(settings)
         self._threads = threads
 
@@ -64,6 +65,8 @@ class Intake:
                 for part in message.parts
                 if part.HasField("image")
             ]
+            if state.images and self._worker.alive and self._worker.model.text_only:
+                raise InvalidRequest("this model takes no images", reason="IMAGES_UNSUPPORTED")
             await run_all(self._open(image) for image in state.images)
 
     async def _open(self, image: ImageState) -> None:

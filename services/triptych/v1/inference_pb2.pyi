@@ -525,7 +525,7 @@ class Model(_message.Message):
     context_tokens: _builtins.int
     """Most prompt and output tokens together."""
     native_image_side: _builtins.int
-    """Native side of the vision encoder, in pixels."""
+    """Native side of the vision encoder, in pixels; 0, like what follows, for a model that takes no images."""
     native_visual_tokens: _builtins.int
     """Visual tokens of an image at native side."""
     max_images: _builtins.int

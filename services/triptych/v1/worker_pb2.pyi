@@ -414,6 +414,7 @@ class WorkerModel(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
+    TEXT_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     fingerprint: _builtins.str
@@ -422,6 +423,8 @@ class WorkerModel(_message.Message):
     """Most prompt and output tokens together: the model's context or the KV pool, whichever is smaller."""
     hidden_size: _builtins.int
     """Width of the decoder, which features must have."""
+    text_only: _builtins.bool
+    """True when it takes no images: the router then needs no encoder."""
     def __init__(
         self,
         *,
@@ -429,10 +432,11 @@ class WorkerModel(_message.Message):
         fingerprint: _builtins.str = ...,
         context_tokens: _builtins.int = ...,
         hidden_size: _builtins.int = ...,
+        text_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "name", b"name", "text_only", b"text_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             fingerprint=model.fingerprint,
             context_tokens=model.engine.context_tokens,
             hidden_size=model.config.decoder.hidden_size,
+            text_only=model.config.image_token_id is None,
         )
 
     async def Generate(
