@@ -91,6 +91,12 @@ class ManagedProcess:
             await asyncio.sleep(EXIT_POLL_S)
         return code
 
+    def signal_group(self, number: int) -> None:
+        """Sends a signal to the child and its own children; nothing before `start` and after their end."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
+
     async def stop(self) -> None:
         """Ends the child and its group: SIGTERM, after STOP_GRACE_S SIGKILL. Does nothing twice."""
         if self._process is None:

@@ -8,26 +8,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.stack.conftest import START_TIMEOUT_S, environment_of, start_up
-from tests.worker.checkpoints import write_tokenizer
+from tests.worker.checkpoints import write_text_only
 from triptych.stack import StackSettings
 
 pytestmark = pytest.mark.integration
-
-
-def write_text_only(folder: Path) -> Path:
-    folder.mkdir()
-    vocabulary = write_tokenizer(folder).get_vocab_size()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, eos_token_id=4,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def test_a_text_only_checkpoint_is_served_without_triton(tmp_path: Path) -> None:

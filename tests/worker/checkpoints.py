@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 SPECIALS = ("<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<image>")
 TEMPLATE = (
@@ -116,3 +123,16 @@ class Reference:
             embedded[0, places] = rows
         logits: Tensor = self.model(inputs_embeds=embedded).logits[0]
         return logits
+
+
+def write_text_only(folder: Path) -> Path:
+    """Writes a Llama without a tower."""
+    folder.mkdir()
+    vocabulary = write_tokenizer(folder).get_vocab_size()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, eos_token_id=4,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from triptych.commands import bench_engine
+from triptych.commands import bench_engine, bench_peers
 
 if TYPE_CHECKING:  # The command line starts quickly: what measures is imported when something is measured.
     from triptych.bench.benchmark import GoodputPlan, Plan
@@ -19,6 +19,7 @@ app = typer.Typer(help="Measures servers and the engine.", no_args_is_help=True)
 app.command()(bench_engine.engine)
 app.command()(bench_engine.speculation)
 app.command()(bench_engine.model)
+app.command()(bench_peers.peers)
 
 SCENARIO_NAMES = ("text", "one-image", "four-images", "repeated-image", "multi-turn", "mixed")
 DEFAULT_URL = "http://127.0.0.1:8080/v1"

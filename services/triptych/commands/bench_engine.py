@@ -36,7 +36,7 @@ def engine(
 
     setup_logging("bench")
     console = Console(stderr=as_json)
-    model = model or _bench_checkpoint(console)
+    model = model or text_checkpoint(console)
     plan = Plan(model_dir=model, dtype=dtype, weights=weights, threads=threads, samples=samples, control=control)
     plan = plan.model_copy(
         update={
@@ -76,7 +76,7 @@ def speculation(
     from triptych.bench.engine.speculation import measure_gain
 
     console = Console(stderr=as_json)
-    model = model or _bench_checkpoint(console)
+    model = model or text_checkpoint(console)
     with Console(stderr=True).status("loading") as status:
         gains = measure_gain(model, dtype, guesses, samples, status.update)
     table = Table("prompt", "tokens", "steps", "times as fast", title=f"{model.name}, {dtype}, {guesses} guesses")
@@ -89,7 +89,7 @@ def speculation(
         print(json.dumps({"gains": [gain.model_dump() for gain in gains]}))
 
 
-def _bench_checkpoint(console: "Console") -> Path:
+def text_checkpoint(console: "Console") -> Path:
     """Returns where the text model is, and writes it first if need be."""
     from triptych.bench.engine.checkpoint import CACHE, TEXT_MODEL, bench_checkpoint
 

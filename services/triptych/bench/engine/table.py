@@ -7,8 +7,8 @@ import torch
 from rich.table import Table
 
 from triptych.bench.engine.measure import Figure, Plan
+from triptych.bench.markdown import replace_section, table_lines
 from triptych.bench.statistics import Spread
-from triptych.errors import InvalidRequest
 from triptych.worker.cpu import library as native
 from triptych.worker.cpu.build import KernelsUnavailable
 
@@ -32,16 +32,8 @@ def write_report(figures: list[Figure], plan: Plan, file: Path) -> None:
     NAME is the weights' format. Raises InvalidRequest when the file has no such place.
     """
     name = plan.dtype if plan.weights == "auto" else plan.weights
-    begin, end = f"<!-- engine {name} -->", "<!-- end -->"
-    text = file.read_text("utf-8")
-    before, found, rest = text.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise InvalidRequest(f"{file} has no lines {begin} and {end} to put the figures between")
-    rows = [HEADINGS, ("---",) * len(HEADINGS), *map(_cells, figures)]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    table = "\n".join([begin, "", f"{title_of(plan)}, {_machine()}:", "", *lines, "", end])
-    file.write_text(before + table + after, "utf-8")
+    table = table_lines(HEADINGS, map(_cells, figures))
+    replace_section(file, f"engine {name}", f"{title_of(plan)}, {_machine()}:\n\n{table}")
 
 
 def title_of(plan: Plan) -> str:

@@ -1,0 +1,1 @@
+"""Scripts that run in the peers' environments, on their Python: nothing of this package may be imported here."""

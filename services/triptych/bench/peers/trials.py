@@ -1,0 +1,123 @@
+"""What is measured of every engine. To add a trial, name it in TRIALS."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from triptych.bench.engine.limits import kv_bytes, prefill_flops, weight_bytes
+from triptych.bench.pacing import Concurrency
+from triptych.bench.report import Figures
+from triptych.bench.scenarios import Shape
+from triptych.worker.model.config import DecoderConfig
+
+TEMPLATE_TOKENS = 30
+"""What the measured model's chat template adds to a prompt of one turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the machine could do at best, at the time: bytes a second, and floating-point operations a second."""
+
+    bandwidth: float
+    products: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What we want to reach: at least `ratio` times the best peer, and `share` of the limit (None: none wanted)."""
+
+    ratio: float
+    share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One kind of traffic and the figure that counts.
+
+    Attributes:
+        name: How the command line and the JSON call it.
+        title: How tables call it.
+        unit: Of the figure.
+        better: Which figures win.
+        scenario: From SCENARIOS.
+        shape: Sizes.
+        clients: Requests at once.
+        requests: In a round.
+        figure: The figure of a round; None when it has none.
+        limit: The best figure that the machine allows, for a type; None when nobody has worked it out.
+        bar: What is wanted, for equal types.
+    """
+
+    name: str
+    title: str
+    unit: str
+    scenario: str
+    shape: Shape
+    clients: int
+    requests: int
+    figure: Callable[[Figures], float | None]
+    bar: Bar
+    better: Literal["higher", "lower"] = "higher"
+    limit: Callable[[DecoderConfig, torch.dtype, Rates], float] | None = None
+
+    @property
+    def pacing(self) -> Concurrency:
+        """How requests arrive."""
+        return Concurrency(self.clients)
+
+    def ratio(self, ours: float, theirs: float) -> float:
+        """How many times as good our figure is as theirs."""
+        return ours / theirs if self.better == "higher" else theirs / ours
+
+
+def decode_rate(figures: Figures) -> float | None:
+    """Tokens a second of one stream once it has begun: the inverse of the median TPOT."""
+    return 1 / figures.tpot_s.p50 if figures.tpot_s else None
+
+
+def prefill_rate(figures: Figures) -> float | None:
+    """Prompt tokens a second, of the median time to first token; by the server's own count of the prompts."""
+    if figures.ttft_s is None or not figures.prompt_tokens:
+        return None
+    return figures.prompt_tokens / figures.requests / figures.ttft_s.p50
+
+
+def output_rate(figures: Figures) -> float | None:
+    """Output tokens a second, of all streams together, prefill included."""
+    return figures.output_tokens_per_s or None
+
+
+def decode_limit(config: DecoderConfig, dtype: torch.dtype, rates: Rates) -> float:
+    """Tokens a second when weights and cache are read as fast as memory gives them; the answer is half made."""
+    must = weight_bytes(config, dtype.itemsize) + kv_bytes(config, 32 + TEMPLATE_TOKENS + 64, dtype)
+    return rates.bandwidth / must
+
+
+def prefill_limit(config: DecoderConfig, dtype: torch.dtype, rates: Rates) -> float:
+    """Prompt tokens a second when all products run at the machine's rate, whatever type gives it."""
+    return 1024 * rates.products / prefill_flops(config, 1024)
+
+
+def streams_limit(config: DecoderConfig, dtype: torch.dtype, rates: Rates) -> float:
+    """Output tokens a second when 16 prompts are computed at the one rate, and 128 steps read at the other."""
+    step = weight_bytes(config, dtype.itemsize) + kv_bytes(config, 16 * (256 + 64), dtype)
+    seconds = 16 * prefill_flops(config, 256) / rates.products + 128 * step / rates.bandwidth
+    return 16 * 128 / seconds
+
+
+TRIALS = (
+    Trial(
+        "decode-1", "decode, one stream", "tokens/s", "text", Shape(32, 128), 1, 2, decode_rate,
+        Bar(1.4, 0.7), limit=decode_limit,
+    ),
+    Trial(
+        "prefill-1024", "prefill, 1,024 tokens", "tokens/s", "text", Shape(1024 - TEMPLATE_TOKENS, 1), 1, 3,
+        prefill_rate, Bar(1.0, 0.95), limit=prefill_limit,
+    ),
+    Trial(
+        "streams-16", "16 streams, 256 + 128 tokens", "tokens/s", "text", Shape(256 - TEMPLATE_TOKENS, 128), 16, 16,
+        output_rate, Bar(1.2, 0.65), limit=streams_limit,
+    ),
+)  # fmt: skip

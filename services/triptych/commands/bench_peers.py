@@ -1,0 +1,160 @@
+"""`triptych bench peers`."""
+
+import asyncio
+import json
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from triptych.errors import InvalidRequest, Unavailable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from triptych.bench.peers.contestant import Contestant
+    from triptych.bench.peers.results import Results
+    from triptych.bench.peers.trials import Trial
+
+ENVIRONMENTS = Path.home() / ".cache" / "triptych" / "peers"
+DTYPES = ("bfloat16", "float32")
+
+
+def peers(
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:TYPE]",
+            help="triptych, vllm, llamacpp, openvino or transformers, in bfloat16, float16 or float32; may be repeated "
+            "(default: each that is installed, in bfloat16 and float32)",
+        ),
+    ] = None,
+    trial: Annotated[list[str] | None, typer.Option(help="decode-1, prefill-1024, streams-16; may be repeated")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="rounds, each beginning with another engine")] = 3,
+    model: Annotated[Path | None, typer.Option(help="checkpoint; unset: that of `triptych bench model`")] = None,
+    environments: Annotated[
+        Path, typer.Option(envvar="TRIPTYCH_BENCH_PEERS", help="where the peers' environments are")
+    ] = ENVIRONMENTS,
+    install: Annotated[list[str] | None, typer.Option(help="makes a peer's environment, and does no more")] = None,
+    results: Annotated[Path | None, typer.Option(help="JSON file that this run's rounds are added to")] = None,
+    only_report: Annotated[bool, typer.Option("--only-report", help="measure nothing, read --results")] = False,
+    report: Annotated[Path | None, typer.Option(help="Markdown file whose tables and picture are renewed")] = None,
+    logs: Annotated[Path | None, typer.Option(help="file for what all engines print")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")] = False,
+) -> None:
+    """Compares our stack with vLLM, llama.cpp, OpenVINO GenAI and transformers on the same model, by one client."""
+    from rich.console import Console
+
+    from triptych.bench.peers.results import read_results
+    from triptych.bench.peers.summary import judge, summarise
+    from triptych.bench.peers.table import tables_of, write_report
+    from triptych.bench.peers.trials import TRIALS
+
+    console = Console(stderr=as_json)
+    if install:
+        for name in install:
+            _install(name, environments, console)
+        return
+    known = {one.name: one for one in TRIALS}
+    if unknown := [name for name in trial or () if name not in known]:
+        raise InvalidRequest(f"{unknown[0]!r} is none of {', '.join(known)}")
+    trials = [known[name] for name in trial or known]
+    if only_report:
+        if results is None:
+            raise typer.BadParameter("needs --results", param_hint="--only-report")
+        found = read_results(results)
+    else:
+        found = _measure(engine or [], trials, rounds, model, environments, logs, console)
+        if results is not None:
+            found = read_results(results).joined(found) if results.exists() else found
+            results.write_text(found.model_dump_json(), "utf-8")
+    for table in tables_of(found, trials):
+        console.print(table)
+    if report is not None:
+        console.print(f"wrote {report} and {write_report(found, trials, report)}", highlight=False, soft_wrap=True)
+    if as_json:
+        verdicts = judge(found, trials, same_type=True)
+        keys: dict[str, object] = {}
+        for one in verdicts:
+            prefix = f"{one.trial}_{one.ours.rpartition('-')[2]}".replace("-", "_")
+            keys[f"{prefix}_ratio_to_best_peer"] = one.ratio.median
+            keys[f"{prefix}_share_of_limit"] = one.share_of_limit and one.share_of_limit.median
+            keys[f"{prefix}_met"] = one.met
+        keys["model"], keys["machine"] = found.model, found.machine
+        keys["entries"] = [one.model_dump() for one in found.entries]
+        keys["rows"] = [one.model_dump() for one in summarise(found, trials)]
+        keys["verdicts"] = [one.model_dump() for one in verdicts]
+        keys["verdicts_any_type"] = [one.model_dump() for one in judge(found, trials, same_type=False)]
+        print(json.dumps(keys))
+
+
+def _install(name: str, environments: Path, console: "Console") -> None:
+    from triptych.bench.peers.catalog import PEERS
+    from triptych.bench.peers.peer import create_environment
+
+    if name not in PEERS:
+        raise InvalidRequest(f"{name!r} is none of {', '.join(PEERS)}")
+    for command in create_environment(PEERS[name], (environments / name).resolve()):
+        console.print(" ".join(command.argv[:6]).splitlines()[0], highlight=False, markup=False, soft_wrap=True)
+        if code := subprocess.run(command.argv, env=command.environment, check=False).returncode:
+            raise Unavailable(f"{name}: {command.argv[0]} ended with exit code {code}")
+
+
+def _measure(
+    engines: list[str],
+    trials: "list[Trial]",
+    rounds: int,
+    model: Path | None,
+    environments: Path,
+    logs: Path | None,
+    console: "Console",
+) -> "Results":
+    from triptych.bench.peers.contestant import make_plain
+    from triptych.bench.peers.measure import Plan, compare, convert
+    from triptych.commands.bench_engine import text_checkpoint
+
+    environments = environments.resolve()
+    model_dir = make_plain(model or text_checkpoint(console), environments / "models")
+    contestants = make_contestants(engines, model_dir, environments)
+    with ExitStack() as exits:
+        log = exits.enter_context(logs.open("a", encoding="utf-8")) if logs else None
+
+        def sink(name: str, line: str) -> None:
+            if log is not None:
+                print(f"{name} | {line}", file=log, flush=True)
+
+        def progress(what: str) -> None:
+            console.print(what, style="dim", highlight=False, markup=False, soft_wrap=True)
+
+        for contestant in contestants:
+            convert(contestant, progress)
+        return asyncio.run(compare(Plan(model_dir, contestants, trials, rounds), sink, progress))
+
+
+def make_contestants(engines: list[str], model_dir: Path, environments: Path) -> "list[Contestant]":
+    """Returns what NAME[:TYPE] mean; for none, ours and every installed peer, each in bfloat16 and float32.
+
+    Raises InvalidRequest for what is unknown.
+    """
+    from triptych.bench.peers.catalog import PEERS
+    from triptych.bench.peers.contestant import OURS, make_ours, make_peer
+    from triptych.stack import StackSettings
+
+    if not engines:
+        engines = [OURS, *(name for name in PEERS if (environments / name).is_dir())]
+    made = []
+    for value in engines:
+        name, _, dtype = value.partition(":")
+        if name != OURS and name not in PEERS:
+            raise InvalidRequest(f"{name!r} is none of {OURS}, {', '.join(PEERS)}")
+        offered = DTYPES if name == OURS else PEERS[name].dtypes
+        if dtype and dtype not in offered:
+            raise InvalidRequest(f"{name} computes in {', '.join(offered)}, not in {dtype!r}")
+        for one in [dtype] if dtype else [one for one in DTYPES if one in offered]:
+            if name == OURS:
+                made.append(make_ours(model_dir, one, StackSettings.from_environment()))
+            else:
+                made.append(make_peer(PEERS[name], one, model_dir, environments))
+    return made
