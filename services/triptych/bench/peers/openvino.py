@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from triptych.bench.peers.peer import SHORT, Command, Launch
+from triptych.stack import takes_no_pictures
 
 
 class OpenVino:
@@ -29,7 +30,9 @@ class OpenVino:
         folder = exported(launch)
         if folder.exists():
             return []
-        export = ("export", "openvino", "--model", str(launch.model_dir), "--weight-format", _weights(launch.dtype))
+        task = "text-generation-with-past" if takes_no_pictures(launch.model_dir) else "image-text-to-text"
+        export = ("export", "openvino", "--model", str(launch.model_dir), "--task", task)
+        export = (*export, "--weight-format", _weights(launch.dtype))
         tool = str(launch.environment / "bin" / "optimum-cli")
         return [Command((tool, *export, f"{folder}.part")), Command(("mv", f"{folder}.part", str(folder)))]
 
