@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import signal
 import subprocess
+from collections.abc import Coroutine
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -130,7 +132,17 @@ def _measure(
 
         for contestant in contestants:
             convert(contestant, progress)
-        return asyncio.run(compare(Plan(model_dir, contestants, trials, rounds), sink, progress))
+        return asyncio.run(_until_told(compare(Plan(model_dir, contestants, trials, rounds), sink, progress)))
+
+
+async def _until_told(comparison: "Coroutine[Any, Any, Results]") -> "Results":
+    """Runs a comparison that SIGTERM ends as Ctrl-C does: engines that sleep would not see their parent's end."""
+    task = asyncio.ensure_future(comparison)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def make_contestants(engines: list[str], model_dir: Path, environments: Path) -> "list[Contestant]":

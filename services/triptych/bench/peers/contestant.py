@@ -11,7 +11,8 @@ from triptych.ports import free_ports
 from triptych.processes import ServiceSpec
 from triptych.stack import StackSettings, plan_stack
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 900.0
+"""vLLM compiles the model when it is first started."""
 KV_CACHE_BYTES = 2 << 30
 """What every engine gets for its KV cache."""
 

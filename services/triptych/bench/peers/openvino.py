@@ -31,10 +31,12 @@ class OpenVino:
         if folder.exists():
             return []
         task = "text-generation-with-past" if takes_no_pictures(launch.model_dir) else "image-text-to-text"
-        export = ("export", "openvino", "--model", str(launch.model_dir), "--task", task)
-        export = (*export, "--weight-format", _weights(launch.dtype))
+        options = ("--model", str(launch.model_dir), "--task", task, "--weight-format", _weights(launch.dtype))
         tool = str(launch.environment / "bin" / "optimum-cli")
-        return [Command((tool, *export, f"{folder}.part")), Command(("mv", f"{folder}.part", str(folder)))]
+        return [
+            Command((tool, "export", "openvino", *options, f"{folder}.part")),
+            Command(("mv", f"{folder}.part", str(folder))),
+        ]
 
     def serve(self, launch: Launch) -> Command:
         """The type is a hint that OpenVINO follows on processors of either kind."""
