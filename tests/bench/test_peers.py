@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.worker.checkpoints import write_text_only
+from triptych.bench.benchmark import GoodputPlan
+from triptych.bench.goodput import Slo
 from triptych.bench.peers.catalog import PEERS
 from triptych.bench.peers.contestant import Contestant, make_ours, make_peer, make_plain
 from triptych.bench.peers.measure import Plan, compare, convert
@@ -14,7 +16,7 @@ from triptych.bench.peers.peer import SHIM, Command, create_environment
 from triptych.bench.peers.results import Entry, Results, Sample, read_results
 from triptych.bench.peers.summary import judge, summarise
 from triptych.bench.peers.table import tables_of, write_report
-from triptych.bench.peers.trials import TRIALS, Bar, Trial, decode_rate
+from triptych.bench.peers.trials import TRIALS, Bar, Trial, decode_rate, output_rate
 from triptych.bench.report import Figures
 from triptych.bench.scenarios import Shape
 from triptych.errors import InvalidRequest, Unavailable
@@ -189,3 +191,17 @@ async def test_an_engine_that_does_not_start_is_named(tmp_path: Path) -> None:
     plan = Plan(write_text_only(tmp_path / "tiny"), (gone,), TRIALS, rounds=1)
     with pytest.raises(Unavailable, match="gone-f32"):
         await compare(plan, lambda name, line: None, lambda what: None)
+
+
+@pytest.mark.slow
+async def test_goodput_is_the_highest_rate_that_keeps_the_limits(tmp_path: Path) -> None:
+    wanted = GoodputPlan(Slo(2.0, 0.1), start_rate=8, max_rate=8, probe_s=1, max_probes=1)
+    trial = Trial(
+        "goodput", "goodput", "requests/s", "text-bursts", Shape(4, 4), 1, 1, output_rate, Bar(1.5), goodput=wanted
+    )
+    plan = Plan(write_text_only(tmp_path / "tiny"), (toy("fast"), toy("lame")), (trial,), rounds=1)
+    found = await compare(plan, lambda name, line: None, lambda what: None)
+    fast, lame = found.samples
+    assert (fast.value, lame.value) == (8, 0)
+    assert lame.figures.tpot_s is not None and lame.figures.tpot_s.p50 > 0.1
+    assert judge(found, (trial,), same_type=True) == []

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-PAUSES_S = {"fast": 0.001, "slow": 0.01}
+PAUSES_S = {"fast": 0.001, "slow": 0.01, "lame": 0.3}
 
 
 class Toy:

@@ -99,7 +99,7 @@ async def run_benchmark(plan: Plan, targets: Sequence[Target], progress: Progres
         if plan.warmup:
             await _warm_up(plan, scenario, targets, progress)
         rounds = await _measure(plan, scenario, targets, progress)
-        goodputs = await _search(plan, plan.goodput, scenario, targets, progress) if plan.goodput else {}
+        goodputs = await search_goodput(plan, plan.goodput, scenario, targets, progress) if plan.goodput else {}
         first = rounds[targets[0].name]
         results += [
             _result(plan, scenario, target, rounds[target.name], first, goodputs.get(target.name)) for target in targets
@@ -151,10 +151,13 @@ async def _measure(
     return rounds
 
 
-async def _search(
+async def search_goodput(
     plan: Plan, wanted: GoodputPlan, scenario: str, targets: Sequence[Target], progress: Progress
 ) -> dict[str, Goodput]:
-    """Searches for all servers at once, a probe each in turn, so that a drifting machine hurts all alike."""
+    """Searches for all servers at once, a probe each in turn, so that a drifting machine hurts all alike.
+
+    Returns what was found by the servers' names.
+    """
     searches = {
         target.name: RateSearch(wanted.start_rate, max_probes=wanted.max_probes, max_rate=wanted.max_rate)
         for target in targets

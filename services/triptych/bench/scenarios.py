@@ -17,6 +17,9 @@ BURST = 4
 TEXTS_PER_BURST = 8
 """Text requests between two bursts in `mixed`."""
 
+LONGER = 4
+"""Length of the prompts that arrive together in `text-bursts`, in prompts of the shape."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -42,9 +45,9 @@ class Author:
         self._shape = shape
         self._rng = np.random.default_rng(seed)
 
-    def prompt(self) -> str:
-        """Returns a new prompt."""
-        return make_prompt(self._rng, self._shape.prompt_tokens)
+    def prompt(self, times: int = 1) -> str:
+        """Returns a new prompt, `times` as long as the shape says."""
+        return make_prompt(self._rng, times * self._shape.prompt_tokens)
 
     def picture(self) -> bytes:
         """Returns a new picture."""
@@ -96,12 +99,21 @@ def multi_turn(author: Author, count: int) -> list[Arrival]:
 
 def mixed(author: Author, count: int) -> list[Arrival]:
     """Text requests, and after every TEXTS_PER_BURST of them BURST image requests at once."""
+    return _with_bursts(count, lambda: author.ask("text"), lambda: author.ask("image", 1))
+
+
+def text_bursts(author: Author, count: int) -> list[Arrival]:
+    """As `mixed`, but what arrives at once are texts, LONGER times as long."""
+    return _with_bursts(count, lambda: author.ask("text"), lambda: Conversation("long", (Turn(author.prompt(LONGER)),)))
+
+
+def _with_bursts(count: int, single: Callable[[], Conversation], of_burst: Callable[[], Conversation]) -> list[Arrival]:
     arrivals: list[Arrival] = []
     made = 0
     while made < count:
         is_burst = len(arrivals) % (TEXTS_PER_BURST + 1) == TEXTS_PER_BURST
         size = min(BURST, count - made) if is_burst else 1
-        arrivals.append(tuple(author.ask("image", 1) if is_burst else author.ask("text") for _ in range(size)))
+        arrivals.append(tuple(of_burst() if is_burst else single() for _ in range(size)))
         made += size
     return arrivals
 
@@ -113,6 +125,7 @@ SCENARIOS: dict[str, Scenario] = {
     "repeated-image": repeated_image,
     "multi-turn": multi_turn,
     "mixed": mixed,
+    "text-bursts": text_bursts,
 }
 
 

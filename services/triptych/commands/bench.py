@@ -21,7 +21,7 @@ app.command()(bench_engine.speculation)
 app.command()(bench_engine.model)
 app.command()(bench_peers.peers)
 
-SCENARIO_NAMES = ("text", "one-image", "four-images", "repeated-image", "multi-turn", "mixed")
+SCENARIO_NAMES = ("text", "one-image", "four-images", "repeated-image", "multi-turn", "mixed", "text-bursts")
 DEFAULT_URL = "http://127.0.0.1:8080/v1"
 
 

@@ -33,7 +33,9 @@ def peers(
             "(default: each that is installed, in bfloat16 and float32)",
         ),
     ] = None,
-    trial: Annotated[list[str] | None, typer.Option(help="decode-1, prefill-1024, streams-16; may be repeated")] = None,
+    trial: Annotated[
+        list[str] | None, typer.Option(help="decode-1, prefill-1024, streams-16, text-bursts; may be repeated")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="rounds, each beginning with another engine")] = 3,
     model: Annotated[Path | None, typer.Option(help="checkpoint; unset: that of `triptych bench model`")] = None,
     environments: Annotated[

@@ -12,14 +12,15 @@ from pathlib import Path
 import torch
 
 from triptych import __version__
-from triptych.bench.benchmark import derive_seed
+from triptych.bench.benchmark import GoodputPlan, derive_seed, search_goodput
+from triptych.bench.benchmark import Plan as ServePlan
 from triptych.bench.driver import run_round
 from triptych.bench.engine.limits import Bandwidth, ProductRate
 from triptych.bench.pacing import Concurrency
 from triptych.bench.peers.contestant import Contestant
 from triptych.bench.peers.results import Entry, Results, Sample
 from triptych.bench.peers.trials import Rates, Trial
-from triptych.bench.report import report_round
+from triptych.bench.report import Figures, report_round
 from triptych.bench.scenarios import Shape, make_arrivals
 from triptych.bench.targets.http import HttpTarget
 from triptych.errors import Unavailable
@@ -160,18 +161,25 @@ async def _sample(plan: Plan, runner: Runner, trial: Trial, number: int, limit: 
             if not any(record.error for record in first.records):
                 break
             await asyncio.sleep(WARM_UP_PAUSE_S)
-        outcome = await run_round(
-            target, arrivals, trial.pacing, trial.shape.output_tokens, seed, deadline_s=DEADLINE_S
-        )
-    figures = report_round(outcome, seed).figures
-    return Sample(
-        round=number,
-        trial=trial.name,
-        entry=runner.contestant.name,
-        value=None if figures.errors else trial.figure(figures),
-        limit=limit,
-        figures=figures,
-    )
+        if trial.goodput is not None:
+            rate, figures = await _goodput(target, trial, trial.goodput, seed)
+            value: float | None = rate
+        else:
+            outcome = await run_round(
+                target, arrivals, trial.pacing, trial.shape.output_tokens, seed, deadline_s=DEADLINE_S
+            )
+            figures = report_round(outcome, seed).figures
+            value = None if figures.errors else trial.figure(figures)
+    entry = runner.contestant.name
+    return Sample(round=number, trial=trial.name, entry=entry, value=value, limit=limit, figures=figures)
+
+
+async def _goodput(target: HttpTarget, trial: Trial, wanted: GoodputPlan, seed: int) -> tuple[float, Figures]:
+    """Returns the highest rate inside the limits (0: none was), and what was seen there or at the lowest rate."""
+    plan = ServePlan((trial.scenario,), trial.shape, seed=seed, goodput=wanted)
+    found = (await search_goodput(plan, wanted, trial.scenario, [target], lambda what: None))[target.name]
+    probes = sorted(found.probes, key=lambda probe: (probe.met, probe.rate if probe.met else -probe.rate))
+    return found.requests_per_s, probes[-1].figures
 
 
 def processor() -> str:

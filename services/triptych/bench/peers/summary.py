@@ -112,5 +112,6 @@ def _ratio(results: Results, trial: Trial, ours: str, peer: str) -> Spread | Non
         for one in results.samples
         if one.trial == trial.name and one.value is not None
     }
-    rounds = [number for number, entry in values if entry == ours and (number, peer) in values]
+    # A peer whose goodput is 0 has no ratio to it.
+    rounds = [number for number, entry in values if entry == ours and values.get((number, peer))]
     return spread([trial.ratio(values[number, ours], values[number, peer]) for number in rounds])

@@ -6,7 +6,9 @@ from typing import Literal
 
 import torch
 
+from triptych.bench.benchmark import GoodputPlan
 from triptych.bench.engine.limits import kv_bytes, prefill_flops, weight_bytes
+from triptych.bench.goodput import Slo
 from triptych.bench.pacing import Concurrency
 from triptych.bench.report import Figures
 from triptych.bench.scenarios import Shape
@@ -48,6 +50,7 @@ class Trial:
         figure: The figure of a round; None when it has none.
         limit: The best figure that the machine allows, for a type; None when nobody has worked it out.
         bar: What is wanted, for equal types.
+        goodput: Searches the highest rate inside these limits, and that is the figure; None: `clients` at once.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Trial:
     bar: Bar
     better: Literal["higher", "lower"] = "higher"
     limit: Callable[[DecoderConfig, torch.dtype, Rates], float] | None = None
+    goodput: GoodputPlan | None = None
 
     @property
     def pacing(self) -> Concurrency:
@@ -119,5 +123,9 @@ TRIALS = (
     Trial(
         "streams-16", "16 streams, 256 + 128 tokens", "tokens/s", "text", Shape(256 - TEMPLATE_TOKENS, 128), 16, 16,
         output_rate, Bar(1.2, 0.65), limit=streams_limit,
+    ),
+    Trial(
+        "text-bursts", "texts and bursts of long ones, goodput", "requests/s", "text-bursts", Shape(128, 64), 1, 1,
+        output_rate, Bar(1.5), goodput=GoodputPlan(Slo(3.0, 0.2), start_rate=0.5, max_rate=8, probe_s=16, max_probes=4),
     ),
 )  # fmt: skip
