@@ -74,7 +74,9 @@ class WorkerSettings(BaseSettings):
     kv_blocks: int | None = Field(
         None, ge=8, description="KV blocks of 16 tokens in the device pool; unset: what fits kv_cache_bytes"
     )
-    kv_cache_bytes: int = Field(256 << 20, ge=1 << 20, description="device memory for the KV pool, in bytes")
+    kv_cache_bytes: int = Field(
+        256 << 20, ge=1 << 20, description="device memory for the KV pool, and for the draft model's, in bytes"
+    )
     max_running: int = Field(64, ge=1, description="most sequences in one step")
     max_waiting: int = Field(512, ge=1, description="most queued requests; one more is refused (RESOURCE_EXHAUSTED)")
     step_token_budget: int = Field(
@@ -84,8 +86,14 @@ class WorkerSettings(BaseSettings):
         0,
         ge=0,
         le=15,
-        description="most tokens guessed from earlier text and checked in one step; answers stay the same; 0: off",
+        description="most tokens guessed and checked in one step; answers stay the same; 0: off",
     )
+    draft_model: Path | None = Field(
+        None,
+        description="checkpoint folder whose language model guesses tokens, with the same tokenizer; it may be "
+        "model_dir itself with draft_weights=int8; unset: tokens are guessed from earlier text",
+    )
+    draft_weights: Literal["auto", "int8"] = Field("auto", description="weights of the draft model; auto: as weights")
     max_wait_s: float = Field(5.0, gt=0, description="seconds of waiting that lift a request by one priority class")
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of a request that names none")
     prefix_cache: bool = Field(True, description="keep KV of finished requests for prefix reuse while memory lasts")

@@ -10,11 +10,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.worker.checkpoints import write_tokenizer
 from triptych.bench.engine.checkpoint import write_smollm2
+from triptych.bench.engine.draft_checkpoint import write_draft
 from triptych.bench.engine.driving import Driver
 from triptych.bench.engine.limits import kv_bytes, prefill_flops, weight_bytes
 from triptych.bench.engine.measure import Figure, Plan
-from triptych.bench.engine.speculation import PROMPTS, measure_gain
+from triptych.bench.engine.speculation import PROMPTS, Guessing, measure_gain
 from triptych.bench.engine.table import write_report
 from triptych.bench.statistics import Spread
 from triptych.config import bundled
@@ -97,8 +99,24 @@ def test_a_report_renews_its_own_table_only(tmp_path: Path) -> None:
 
 
 def test_guessing_is_measured_on_equal_answers() -> None:
-    gains = measure_gain(bundled("models/demo"), "float32", guesses=7, samples=1, progress=lambda name: None)
+    gains = measure_gain(bundled("models/demo"), "float32", Guessing(), samples=1, progress=lambda name: None)
     assert [gain.prompt for gain in gains] == list(PROMPTS)
     for gain in gains:
         assert 0 <= gain.steps < max(1, gain.tokens)
         assert gain.ratio.median > 0
+
+
+def test_a_model_with_layers_left_out_guesses_for_the_whole_one(tmp_path: Path) -> None:
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    whole.mkdir()
+    tokenizer = write_tokenizer(whole)
+    size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id("<|end|>")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=size, eos_token_id=end, bos_token_id=None, **shape)).save_pretrained(whole)
+    kept = write_draft(whole, 3, part)
+    assert len(kept) == 3 and (kept[0], kept[-1]) == (0, 4)
+    guessing = Guessing(guesses=3, draft_model=part)
+    gains = measure_gain(whole, "float32", guessing, samples=1, progress=lambda name: None)
+    assert any(gain.guessed for gain in gains)
+    with pytest.raises(InvalidRequest, match="has 5 layers"):
+        write_draft(whole, 6, part)

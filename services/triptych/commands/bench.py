@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # The command line starts quickly: what measures is imported 
 app = typer.Typer(help="Measures servers and the engine.", no_args_is_help=True)
 app.command()(bench_engine.engine)
 app.command()(bench_engine.speculation)
+app.command()(bench_engine.draft)
 app.command()(bench_engine.model)
 app.command()(bench_peers.peers)
 

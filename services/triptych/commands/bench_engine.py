@@ -1,4 +1,4 @@
-"""`triptych bench engine`, `bench speculation` and `bench model`."""
+"""`triptych bench engine`, `bench speculation`, `bench draft` and `bench model`."""
 
 import json
 import platform
@@ -66,24 +66,36 @@ def speculation(
     model: Annotated[Path | None, typer.Option(help="checkpoint folder; unset: that of `triptych bench model`")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="of weights and cache")] = "bfloat16",
     guesses: Annotated[int, typer.Option(min=1, max=15, help="most tokens guessed at once")] = 7,
+    draft_model: Annotated[
+        Path | None, typer.Option(help="checkpoint folder that guesses; unset: tokens are guessed from earlier text")
+    ] = None,
+    draft_weights: Annotated[
+        Literal["auto", "int8"], typer.Option(help="of the draft model; it may be the model itself with int8")
+    ] = "auto",
     samples: Annotated[int, typer.Option(min=1, help="answers to each prompt; medians count")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Measures what guessing tokens from earlier text brings; the answers must be the same."""
+    """Measures what guessing tokens brings; the answers must be the same."""
     from rich.console import Console
     from rich.table import Table
 
-    from triptych.bench.engine.speculation import measure_gain
+    from triptych.bench.engine.speculation import Guessing, measure_gain
 
     console = Console(stderr=as_json)
     model = model or text_checkpoint(console)
+    guessing = Guessing(guesses=guesses, draft_model=draft_model, draft_weights=draft_weights)
     with Console(stderr=True).status("loading") as status:
-        gains = measure_gain(model, dtype, guesses, samples, status.update)
-    table = Table("prompt", "tokens", "steps", "times as fast", title=f"{model.name}, {dtype}, {guesses} guesses")
+        gains = measure_gain(model, dtype, guessing, samples, status.update)
+    source = "earlier text"
+    if draft_model is not None:
+        source = f"{draft_model.name}{', int8' if draft_weights == 'int8' else ''}"
+    title = f"{model.name}, {dtype}, {guesses} guesses from {source}"
+    table = Table("prompt", "tokens", "steps", "right guesses", "times as fast", title=title)
     for gain in gains:
         ratio = gain.ratio
         times = f"{ratio.median:.1f} ({ratio.low:.1f} to {ratio.high:.1f})"
-        table.add_row(gain.prompt, str(gain.tokens), str(gain.steps), times)
+        right = f"{gain.confirmed} of {gain.guessed}"
+        table.add_row(gain.prompt, str(gain.tokens), str(gain.steps), right, times)
     console.print(table)
     if as_json:
         print(json.dumps({"gains": [gain.model_dump() for gain in gains]}))
@@ -96,6 +108,22 @@ def text_checkpoint(console: "Console") -> Path:
     if not (CACHE / TEXT_MODEL / "config.json").is_file():
         console.print(f"writing {CACHE / TEXT_MODEL}", highlight=False, soft_wrap=True)
     return bench_checkpoint(TEXT_MODEL)
+
+
+def draft(
+    layers: Annotated[int, typer.Option(min=2, help="how many layers to keep")],
+    folder: Annotated[Path, typer.Argument(help="where to write it")],
+    model: Annotated[Path | None, typer.Option(help="checkpoint folder; unset: that of `triptych bench model`")] = None,
+    as_json: Json = False,
+) -> None:
+    """Writes a draft model for `bench speculation`: the model itself with layers left out, and nothing trained."""
+    from rich.console import Console
+
+    from triptych.bench.engine.draft_checkpoint import write_draft
+
+    kept = write_draft(model or text_checkpoint(Console(stderr=as_json)), layers, folder)
+    report = {"folder": str(folder), "layers": kept}
+    print(json.dumps(report) if as_json else f"wrote {folder}: layers {', '.join(map(str, kept))}")
 
 
 def model(

@@ -9,6 +9,7 @@ import torch
 
 from triptych.config import WorkerSettings
 from triptych.worker.backend import choose_backend
+from triptych.worker.draft_loading import load_draft_model, read_draft_config
 from triptych.worker.engine.engine import Engine
 from triptych.worker.engine.runner import Runner
 from triptych.worker.kv.blocks import BlockPool
@@ -57,7 +58,9 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
     dtype = choose_dtype(settings.dtype, device, config.decoder.dtype)
     if device.type == "cpu":
         torch.set_num_threads(settings.threads or choose_threads(config.decoder, len(os.sched_getaffinity(0))))
-    blocks = settings.kv_blocks or settings.kv_cache_bytes // block_bytes(config.decoder, dtype)
+    draft = read_draft_config(settings, config)
+    bytes_of_both = block_bytes(config.decoder, dtype) + (block_bytes(draft, dtype) if draft else 0)
+    blocks = settings.kv_blocks or settings.kv_cache_bytes // bytes_of_both
     if not blocks:
         raise ValueError(f"kv_cache_bytes={settings.kv_cache_bytes} is less than one KV block; raise it")
     prompts = PromptEncoder(model_dir, config.image_token_id)
@@ -65,9 +68,9 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
     cache = KVCache(config.decoder, blocks, device, dtype)
     backend, kind = choose_backend(settings, config.decoder, weights, cache)
     runner = Runner(config.decoder, weights.embedding, cache, backend)
-    engine = Engine(
-        runner, BlockPool(blocks), prompts.text_decoder, config.end_token_ids, settings, config.image_token_id
-    )
+    draft_model = load_draft_model(settings, draft, config, blocks, device, dtype) if draft else None
+    pool, tokens = BlockPool(blocks), prompts.text_decoder
+    engine = Engine(runner, pool, tokens, config.end_token_ids, settings, config.image_token_id, draft_model)
     name = settings.model_name or model_dir.resolve().name
     log.info(
         "loaded %s in %.1f s: %s on %s (%s), %d KV blocks, context of %d tokens",

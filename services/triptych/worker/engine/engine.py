@@ -4,14 +4,15 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection
 
 from triptych.config import WorkerSettings
 from triptych.errors import InvalidRequest, Overloaded, TriptychError
 from triptych.worker.detokenizer import TextStream, TokenDecoder
 from triptych.worker.engine.budget import TokenBudget
+from triptych.worker.engine.computing import Computing
 from triptych.worker.engine.coverage import Coverage, coverage_of
+from triptych.worker.engine.draft_model import DraftModel
 from triptych.worker.engine.events import Completed, Event, Failed, Load, Queued
 from triptych.worker.engine.integrity import check_books
 from triptych.worker.engine.logprobs import TokenLogprobs
@@ -30,25 +31,6 @@ from triptych.worker.kv.identity import BLOCK_TOKENS
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Computing:
-    """A step that has begun.
-
-    Attributes:
-        plan: What it computes.
-        start_ns: When it began, nanoseconds since the epoch.
-        outcomes: Waits for what it gave.
-        sequences: Whom it computes.
-        cancelled: Which of them end with it, whatever it gives.
-    """
-
-    plan: StepPlan
-    start_ns: int
-    outcomes: Callable[[], list[Outcome]]
-    sequences: frozenset[Sequence]
-    cancelled: set[Sequence] = field(default_factory=set)
-
-
 class Engine:
     """Continuous batching over one decoder.
 
@@ -61,6 +43,8 @@ class Engine:
         runner: What computes its plans.
         context_tokens: Most prompt and output tokens together: the model's context or the pool, whichever is smaller.
         computed_tokens: Tokens computed since the start; it grows as long as there is work and all is well.
+        guessed_tokens: How many of them were guesses.
+        confirmed_tokens: How many of these were right and used.
     """
 
     def __init__(
@@ -71,10 +55,13 @@ class Engine:
         end_token_ids: frozenset[int],
         settings: WorkerSettings,
         image_token_id: int | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
+        """`draft_model` guesses tokens; None: they are guessed from earlier text, if at all."""
         self._image_token_id = image_token_id
         self.runner = runner
         self._pool = pool
+        self._draft_model = draft_model
         self._text_decoder = text_decoder
         self._end_token_ids = end_token_ids
         self._settings = settings
@@ -83,10 +70,10 @@ class Engine:
         self._running = AgingQueue()
         self._pins = Pins(pool.size)
         self._serials = itertools.count()
-        self._computing: _Computing | None = None
+        self._computing: Computing | None = None
         self._news: deque[tuple[Sequence, Taken | Event]] = deque()  # What happened and is not told.
         model_tokens, pool_tokens = runner.config.context_tokens, pool.size * BLOCK_TOKENS
-        self.computed_tokens = 0
+        self.computed_tokens = self.guessed_tokens = self.confirmed_tokens = 0
         self.context_tokens = min(model_tokens, pool_tokens)
         self._context_knob = "kv_blocks or kv_cache_bytes" if pool_tokens < model_tokens else "the model's context"
 
@@ -147,6 +134,8 @@ class Engine:
         Until `finish`, everything else may be called but `start`. Errors of the step become Failed events of the
         sequences that take part; only a broken plan is raised.
         """
+        if self._draft_model is not None:
+            self._draft_model.propose(self._running, self._budget)
         plan = plan_step(self._waiting, self._running, self._budget, self._pool)
         commit(plan, self._waiting, self._running, self._pool)
         for admission in plan.admitted:
@@ -156,7 +145,7 @@ class Engine:
             return
         start_ns = time.time_ns()
         try:
-            self._computing = _Computing(plan, start_ns, self.runner.start(plan), frozenset(plan.sequences()))
+            self._computing = Computing(plan, start_ns, self.runner.start(plan), frozenset(plan.sequences()))
         except Exception as error:
             self._fail_step(plan, error)
 
@@ -171,6 +160,7 @@ class Engine:
             self._fail_step(step.plan, error, step.cancelled)
             return
         self.computed_tokens += step.plan.tokens
+        self.guessed_tokens += sum(map(len, step.plan.guesses))
         now_ns = time.time_ns()
         chunks = {chunk.sequence: chunk for chunk in step.plan.chunks}
         for sequence, outcome in zip(step.plan.sequences(), outcomes, strict=True):
@@ -212,6 +202,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises IntegrityError unless pool, queues and sequences agree, and nothing is held when there is no work."""
         check_books(self._pool, self._waiting, self._running, self._pins)
+        if self._draft_model is not None:
+            self._draft_model.check_integrity((*self._waiting, *self._running))
 
     def _take_all(self, sequence: Sequence, chunk: Chunk | None, outcome: Outcome, start_ns: int, now_ns: int) -> None:
         """Notes what a step computed for a sequence, and takes its tokens."""
@@ -219,6 +211,7 @@ class Engine:
         for index, (token, logprobs) in enumerate(zip(outcome.tokens, outcome.logprobs, strict=True)):
             if index:
                 sequence.computed += 1  # The token before was guessed right: its KV is there.
+                self.confirmed_tokens += 1
             self._take(sequence, token, logprobs, now_ns)
             if sequence.phase is Phase.ENDED:
                 break
@@ -287,6 +280,8 @@ class Engine:
         """Takes a sequence out of its queue and gives back its blocks."""
         (self._waiting if sequence.phase is Phase.WAITING else self._running).remove(sequence)
         sequence.phase = Phase.ENDED
+        if self._draft_model is not None:
+            self._draft_model.forget(sequence)
         self._pins.remove(sequence.blocks[: sequence.pinned])
         sequence.pinned = 0
         release_blocks(sequence, self._pool)

@@ -119,18 +119,17 @@ def plan_step(waiting: AgingQueue, running: AgingQueue, budget: TokenBudget, poo
         room -= chunks[-1].tokens
     guesses = []
     for sequence in decodes:
-        guesses.append(_guess(sequence, min(room, budget.guesses)))
+        guesses.append(sequence.guesser.guess(sequence.token_ids, min(room, most_guesses(sequence, budget))))
         room -= len(guesses[-1])
     return StepPlan(tuple(preempted), tuple(admitted), tuple(decodes), tuple(chunks), tuple(guesses))
 
 
-def _guess(sequence: Sequence, most: int) -> tuple[int, ...]:
-    """Guesses as many tokens as fit into the block of the last one, and as may still be generated behind the next."""
+def most_guesses(sequence: Sequence, budget: TokenBudget) -> int:
+    """Returns how many guesses fit into the block of the last token, and may still be generated behind the next."""
+    if sequence.chooser.seen is not None:  # A repetition penalty depends on each token before.
+        return 0
     known = len(sequence.token_ids)
-    most = min(most, blocks_for(known) * BLOCK_TOKENS - known, sequence.most_tokens - known - 1)
-    if most <= 0 or sequence.chooser.seen is not None:  # A repetition penalty depends on each token before.
-        return ()
-    return sequence.guesser.guess(sequence.token_ids, most)
+    return max(0, min(budget.guesses, blocks_for(known) * BLOCK_TOKENS - known, sequence.most_tokens - known - 1))
 
 
 def _plan_decodes(running: AgingQueue, pool: BlockPool) -> tuple[list[Sequence], list[Sequence], int]:

@@ -9,7 +9,7 @@ from triptych.worker.detokenizer import TextStream
 from triptych.worker.engine.logprobs import TokenChoice
 from triptych.worker.engine.request import GenerationRequest
 from triptych.worker.engine.sampler import TokenChooser
-from triptych.worker.engine.speculation import Guesser
+from triptych.worker.engine.speculation import Guesser, Guesses
 from triptych.worker.engine.timeline import Timeline
 from triptych.worker.kv.identity import BLOCK_TOKENS, BlockIdentity, identify_block, root_key
 
@@ -77,7 +77,7 @@ class Sequence:
         self.identified = 0
         self.cached_tokens = 0
         self.chooser = chooser
-        self.guesser = Guesser(image_token_id)
+        self.guesser: Guesses = Guesser(image_token_id)
         self.text = text
         self.unsent_tokens = 0
         self.unsent_choices: list[TokenChoice] = []
