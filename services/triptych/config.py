@@ -109,6 +109,7 @@ class RouterSettings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(50051, ge=1, le=65535, description="InferenceService port")
+    metrics_port: int | None = Field(None, ge=1, le=65535, description="HTTP port for Prometheus; unset: none")
     triton: str = Field("127.0.0.1:8001", description="Triton's gRPC address")
     worker: str = Field("127.0.0.1:50061", description="the worker's address")
     vision_model: str = Field("vision", description="Triton model that turns pixels into projected features")
@@ -137,6 +138,28 @@ class RouterSettings(BaseSettings):
         gt=0,
         description="deadline of encoding all images of a request, the wait for others' included; a large ViT takes "
         "seconds an image on a laptop, so a server with a GPU may want less",
+    )
+    encode_pixel_budget: int = Field(
+        32 * 336 * 336,
+        ge=1 << 10,
+        description="most pixels in flight in one encoder, as it sees them, all batches together",
+    )
+    encode_max_pixels: int = Field(
+        4096 * 4096,
+        ge=1 << 10,
+        description="largest image, in pixels as the encoder sees it; one over the budget is encoded alone",
+    )
+    encode_max_inflight: int = Field(
+        2, ge=1, description="most batches in flight in one encoder; a batch is full at its share of the budget"
+    )
+    encode_batch_timeout_s: float = Field(
+        0.005, ge=0, description="longest that an image waits for others to fill its batch, in seconds"
+    )
+    encode_lift_s: float = Field(
+        1.0, ge=0, description="seconds of waiting that lift an image by one priority class in the encoder's queue"
+    )
+    encode_max_waiting: int = Field(
+        512, ge=1, description="most images in the encoder's queue; one more is refused (RESOURCE_EXHAUSTED)"
     )
     prefill_timeout_s: float = Field(
         10.0, gt=0, description="deadline from the worker taking a request to its first token, queueing excluded"

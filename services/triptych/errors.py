@@ -45,6 +45,12 @@ class Unavailable(TriptychError):
     default_reason = "SERVICE_UNAVAILABLE"
 
 
+class EncoderChanged(Unavailable):
+    """A version of the vision encoder is no longer served; the image must be named anew (UNAVAILABLE)."""
+
+    default_reason = "ENCODER_CHANGED"
+
+
 class StageTimeout(TriptychError):
     """A stage missed its deadline (DEADLINE_EXCEEDED)."""
 

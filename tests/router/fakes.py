@@ -3,6 +3,7 @@
 import asyncio
 import io
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import grpc
@@ -11,12 +12,13 @@ from opentelemetry.context import Context
 from PIL import Image
 
 from triptych import tensors
-from triptych.errors import FeaturesRequired, TriptychError
+from triptych.errors import EncoderChanged, FeaturesRequired, TriptychError
 from triptych.rpc.channel import bind, create_server
 from triptych.v1 import generation_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from triptych.vision.encoder import Features
 from triptych.vision.encoder_spec import EncoderSpec
 from triptych.vision.preprocess import Pixels
+from triptych.vision.scheduler import EncodeClass
 
 SPEC = EncoderSpec(
     image_side=112,
@@ -46,8 +48,21 @@ class FakeEncoder:
     async def refresh(self, timeout_s: float) -> bool:
         return self.ready
 
-    async def encode(self, pixels: Pixels, timeout_s: float, trace: Context | None = None) -> Features:
+    def expect(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    async def encode(
+        self,
+        pixels: Pixels,
+        timeout_s: float,
+        trace: Context | None = None,
+        *,
+        priority: EncodeClass = EncodeClass.STANDARD,
+        version: str | None = None,
+    ) -> Features:
         self.calls += 1
+        if version is not None and (self.spec is None or version != self.spec.version):
+            raise EncoderChanged(version)
         self.running += 1
         self.traces.append(trace)
         try:

@@ -6,12 +6,15 @@ from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
 
+from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind
 
 from triptych.config import RouterSettings
-from triptych.errors import FeaturesRequired, TriptychError, Unavailable
+from triptych.errors import EncoderChanged, FeaturesRequired, TriptychError, Unavailable
 from triptych.router.admission import Admission, image_bytes_of
+from triptych.router.metrics import RouterMetrics
+from triptych.router.readiness import REFRESH_TIMEOUT_S
 from triptych.router.request import RequestState
 from triptych.router.steps import Encode, Intake, Preprocess, Probe, Step
 from triptych.router.worker_client import WorkerClient
@@ -23,11 +26,17 @@ from triptych.vision.encoder import Encoder
 
 log = logging.getLogger(__name__)
 
+_ENCODER_CHANGES = 3
+"""How often a request's images are named anew because the encoder was replaced meanwhile."""
+
 
 class Pipeline:
     """Runs requests. Owns the threads for image work and the encoder cache; encoder and worker are given."""
 
-    def __init__(self, settings: RouterSettings, encoder: Encoder, worker: WorkerClient) -> None:
+    def __init__(
+        self, settings: RouterSettings, encoder: Encoder, worker: WorkerClient, metrics: RouterMetrics | None = None
+    ) -> None:
+        self._metrics = metrics or RouterMetrics()
         self._settings = settings
         self._encoder = encoder
         self._worker = worker
@@ -38,9 +47,11 @@ class Pipeline:
         self._steps: tuple[Step, ...] = (
             Intake(settings, worker, self._threads),
             Preprocess(settings, encoder, self._threads),
-            Probe(worker),
+            Probe(worker, encoder),
             self._encode,
         )
+        self._metrics.requests.set_function(lambda: self.admission.requests)
+        self._metrics.cache_bytes.set_function(lambda: self.cache.used_bytes)
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, caller: Context, time_remaining_s: float | None
@@ -80,9 +91,7 @@ class Pipeline:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, state: RequestState, span: Span) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        for step in self._steps:
-            await step.run(state)
-            state.check_deadline()
+        await self._prepare(state)
         relay = Relay(state, span, self._worker, self._settings)
         try:
             async with aclosing(relay.run()) as events:
@@ -94,10 +103,42 @@ class Pipeline:
                 raise
         else:
             return
-        await self._encode.run(state, everything=True)
+        try:
+            await self._encode.run(state, everything=True)
+        except EncoderChanged:
+            await self._prepare(state)
         async with aclosing(relay.run()) as events:
             async for event in events:
                 yield event
+
+    async def _prepare(self, state: RequestState) -> None:
+        """Runs the steps; from the start again when the encoder was replaced between an image's name and features."""
+        for attempt in range(_ENCODER_CHANGES + 1):
+            try:
+                for step in self._steps:
+                    await step.run(state)
+                    state.check_deadline()
+                break
+            except EncoderChanged:
+                state.release()
+                if attempt == _ENCODER_CHANGES or not await self._encoder.refresh(REFRESH_TIMEOUT_S):
+                    raise
+                log.info("request %s: the encoder was replaced; naming its images anew", state.request_id)
+        self._note_sources(state)
+
+    def _note_sources(self, state: RequestState) -> None:
+        """Counts what the three look-ups found, and writes it on the request's span."""
+        sources = [image.feature_source for image in state.images]
+        for source in sources:
+            self._metrics.note_source(source)
+        if sources:
+            trace.get_current_span(state.trace).set_attributes(
+                {
+                    "triptych.images.kv_hits": sources.count(inference_pb2.FEATURE_SOURCE_KV_CACHE),
+                    "triptych.images.embedding_hits": sources.count(inference_pb2.FEATURE_SOURCE_ENCODER_CACHE),
+                    "triptych.images.encoded": sources.count(inference_pb2.FEATURE_SOURCE_ENCODER),
+                }
+            )
 
 
 class Relay:

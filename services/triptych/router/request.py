@@ -13,6 +13,12 @@ from triptych.errors import StageTimeout
 from triptych.v1 import generation_pb2, inference_pb2, worker_pb2
 from triptych.vision.cache import Lease
 from triptych.vision.preprocess import Pixels
+from triptych.vision.scheduler import EncodeClass
+
+_CLASSES: dict[int, EncodeClass] = {
+    generation_pb2.PRIORITY_INTERACTIVE: EncodeClass.INTERACTIVE,
+    generation_pb2.PRIORITY_ECONOMY: EncodeClass.ECONOMY,
+}
 
 
 @dataclass(slots=True)
@@ -26,6 +32,7 @@ class ImageState:
         width, height: Of the upright picture, in pixels; set by preprocess.
         side: Of the square the encoder sees, in pixels; set by preprocess.
         token_count: Visual tokens in the prompt; set by preprocess.
+        encoder_version: The version that identity and features are of; set by preprocess.
         pixels: The encoder's input; set by preprocess.
         identity: 32 bytes; set by preprocess.
         feature_source: An inference_pb2.FeatureSource; set by probe or encode.
@@ -39,6 +46,7 @@ class ImageState:
     height: int = 0
     side: int = 0
     token_count: int = 0
+    encoder_version: str = ""
     pixels: Pixels | None = None
     identity: bytes = b""
     feature_source: int = inference_pb2.FEATURE_SOURCE_UNSPECIFIED
@@ -96,6 +104,11 @@ class RequestState:
     def degradable(self) -> bool:
         """Whether the client prefers a worse answer over an error."""
         return self.request.degradation_policy != inference_pb2.DEGRADATION_POLICY_FORBID
+
+    @property
+    def encode_class(self) -> EncodeClass:
+        """Its class in the encoder's queue."""
+        return _CLASSES.get(self.request.priority, EncodeClass.STANDARD)
 
     def within_deadline(self, timeout_s: float) -> float:
         """Returns a stage's time limit in seconds, cut to what the client's deadline leaves.

@@ -11,14 +11,20 @@ import grpc
 
 from triptych.config import RouterSettings
 from triptych.errors import Unavailable
+from triptych.router.metrics import RouterMetrics
 from triptych.router.pipeline import Pipeline, model_mismatch
 from triptych.router.readiness import Readiness
 from triptych.router.worker_client import WorkerClient
 from triptych.rpc.channel import bind, create_server, set_serving
 from triptych.serving import serve_until_stopped
+from triptych.telemetry.metrics import served_metrics
 from triptych.telemetry.tracing import extract
 from triptych.v1 import inference_pb2, inference_pb2_grpc
+from triptych.vision.dispatcher import ScheduledEncoder
 from triptych.vision.encoder import Encoder, TritonEncoder
+from triptych.vision.metrics import VisionMetrics
+from triptych.vision.pool import EncoderPool
+from triptych.vision.scheduler import Limits
 
 log = logging.getLogger(__name__)
 
@@ -95,16 +101,18 @@ async def run_router(
     configured one (0: any free one). Raises OSError when the port is taken.
     """
     async with AsyncExitStack() as stack:
-        encoder = encoder or TritonEncoder(settings.triton, settings.vision_model)
+        metrics = RouterMetrics()
+        encoder = encoder or scheduled_encoder(settings, metrics.vision)
         stack.push_async_callback(encoder.close)
         worker = WorkerClient(settings.worker, settings.worker_silence_s)
         stack.push_async_callback(worker.close)
-        pipeline = Pipeline(settings, encoder, worker)
+        pipeline = Pipeline(settings, encoder, worker, metrics)
         stack.callback(pipeline.close)
         server, health = create_server([SERVICE])
         servicer = InferenceServicer(pipeline, encoder, worker, settings)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
         bound = bind(server, settings.host, settings.port if port is None else port)
+        stack.enter_context(served_metrics(metrics.registry, settings.host, settings.metrics_port))
         await set_serving(health, [SERVICE], False)
         readiness = Readiness(encoder, worker, lambda ready: set_serving(health, [SERVICE], ready))
         for watch in (worker.watch(), readiness.watch()):
@@ -113,6 +121,19 @@ async def run_router(
         stack.push_async_callback(server.stop, STOP_GRACE_S)
         stack.push_async_callback(health.enter_graceful_shutdown)
         yield Router(bound, pipeline, readiness)
+
+
+def scheduled_encoder(settings: RouterSettings, metrics: VisionMetrics) -> ScheduledEncoder:
+    """Returns the Tritons that the settings name, behind one scheduler."""
+    limits = Limits(
+        settings.encode_pixel_budget,
+        settings.encode_max_inflight,
+        settings.encode_batch_timeout_s,
+        settings.encode_lift_s,
+    )
+    addresses = [address.strip() for address in settings.triton.split(",") if address.strip()]
+    pool = EncoderPool([TritonEncoder(address, settings.vision_model) for address in addresses])
+    return ScheduledEncoder(pool, limits, settings.encode_max_pixels, settings.encode_max_waiting, metrics)
 
 
 async def serve(settings: RouterSettings) -> None:

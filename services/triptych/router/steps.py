@@ -89,7 +89,7 @@ class Preprocess:
         spec = self._encoder.spec
         if spec is None:
             raise Unavailable("the vision encoder has not been reached yet", reason="ENCODER_UNAVAILABLE")
-        with state.timed("preprocess"):
+        with state.timed("preprocess"), self._encoder.expect():
             await run_all(self._prepare(image, state, spec) for image in state.images)
 
     async def _prepare(self, image: ImageState, state: RequestState, spec: EncoderSpec) -> None:
@@ -103,15 +103,16 @@ class Preprocess:
 class Probe:
     """First look-up: asks the worker which images its KV covers, so that they need no features."""
 
-    def __init__(self, worker: WorkerClient) -> None:
+    def __init__(self, worker: WorkerClient, encoder: Encoder) -> None:
         self._worker = worker
+        self._encoder = encoder
 
     async def run(self, state: RequestState) -> None:
         """Sets `feature_source` of covered images. A probe that fails costs an encode, not the request."""
         if not state.images:
             return
         timeout_s = state.within_deadline(PROBE_TIMEOUT_S)
-        with open_span("router.probe", state.trace) as (span, context):
+        with open_span("router.probe", state.trace) as (span, context), self._encoder.expect():
             try:
                 covered = await self._worker.probe(state.prompt(), timeout_s, context)
             except InvalidRequest:
@@ -173,7 +174,9 @@ class Encode:
                 "triptych.visual_tokens": image.token_count,
             }
             with open_span("router.encode", state.trace, SpanKind.CLIENT, attributes) as (_, context):
-                return await self._encoder.encode(image.pixels, timeout_s, context)
+                return await self._encoder.encode(
+                    image.pixels, timeout_s, context, priority=state.encode_class, version=image.encoder_version
+                )
 
         lease = await self._cache.get(image.identity, encode)
         image.lease = lease
@@ -223,5 +226,6 @@ def _prepare_image(image: ImageState, spec: EncoderSpec, salt: str, limits: Imag
     image.width, image.height = picture.size
     image.side = encoded_side(image.detail, spec)
     image.token_count = spec.token_count(image.side)
+    image.encoder_version = spec.version
     image.identity = identity(content_digest(picture), spec, image.side, salt)
     image.pixels = preprocess(picture, spec, image.side)

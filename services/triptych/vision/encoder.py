@@ -1,6 +1,8 @@
-"""The encoder as the router sees it, and its client for Triton."""
+"""The encoder as the router sees it, and what a single Triton is asked."""
 
 import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import grpc
@@ -11,11 +13,13 @@ from tritonclient.grpc import InferInput, InferRequestedOutput
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
-from triptych.errors import Overloaded, StageTimeout, TriptychError, Unavailable
+from triptych.errors import EncoderChanged, Overloaded, StageTimeout, TriptychError
 from triptych.rpc.channel import OPTIONS
 from triptych.triton.tracing import trace_arguments
-from triptych.vision.encoder_spec import PARAMETER, EncoderSpec, misconfigured, parse_encoder_spec
+from triptych.vision.encoder_spec import EncoderSpec, newest, unready
+from triptych.vision.encoder_versions import read_versions
 from triptych.vision.preprocess import Pixels
+from triptych.vision.scheduler import EncodeClass
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +29,7 @@ _INPUT, _OUTPUT = "pixel_values", "image_features"
 
 
 class Encoder(Protocol):
-    """Turns preprocessed pixels into projected features. One Triton, a pool of them, or a scheduler in front."""
+    """Turns preprocessed pixels into projected features; what is behind it, batches and several Tritons, is its own."""
 
     @property
     def spec(self) -> EncoderSpec | None:
@@ -38,11 +42,58 @@ class Encoder(Protocol):
     async def refresh(self, timeout_s: float) -> bool:
         """Looks whether the encoder is ready, reads its spec if so, and returns `ready`. Never raises."""
 
-    async def encode(self, pixels: Pixels, timeout_s: float, trace: Context | None = None) -> Features:
+    def expect(self) -> AbstractContextManager[None]:
+        """For the length of the block, an image is on its way here: an idle encoder may wait for it a moment."""
+
+    async def encode(
+        self,
+        pixels: Pixels,
+        timeout_s: float,
+        trace: Context | None = None,
+        *,
+        priority: EncodeClass = EncodeClass.STANDARD,
+        version: str | None = None,
+    ) -> Features:
         """Returns the features of one image: [3, side, side] to [tokens, hidden_size], float32, all finite.
 
-        Cancelling the caller cancels the work. Raises StageTimeout (ENCODE_TIMEOUT), Overloaded (ENCODER_OVERLOADED),
-        Unavailable (ENCODER_UNAVAILABLE) or TriptychError (ENCODER_FAILED) when the answer is not what was promised.
+        They come from `version` of the encoder, None being the newest. Cancelling the caller cancels the work.
+        Raises StageTimeout (ENCODE_TIMEOUT), Overloaded (ENCODER_OVERLOADED), Unavailable (ENCODER_UNAVAILABLE),
+        EncoderChanged when the version is no longer served, InvalidRequest (ENCODE_TOO_LARGE), or TriptychError
+        (ENCODER_FAILED) when the answer is not what was promised.
+        """
+
+    async def close(self) -> None:
+        """Ends all connections."""
+
+
+class Endpoint(Protocol):
+    """One server that encodes batches."""
+
+    @property
+    def address(self) -> str:
+        """Its name in logs, spans and metrics."""
+
+    @property
+    def versions(self) -> Mapping[str, EncoderSpec]:
+        """The versions it served when last reached, by name."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it answered the last `refresh`."""
+
+    @property
+    def pending(self) -> int:
+        """Requests that wait in it, ours included, as it last said; 0 where it does not say."""
+
+    async def refresh(self, timeout_s: float) -> bool:
+        """Looks whether it is ready and what it serves, and returns `ready`. Never raises."""
+
+    async def run(
+        self, images: Sequence[Pixels], version: str, timeout_s: float, trace: Context | None = None
+    ) -> Features:
+        """Returns the features of images of one shape: n of [3, height, width] to [n, tokens, hidden_size], float32.
+
+        They may hold values that are not finite. Raises as `Encoder.encode`.
         """
 
     async def close(self) -> None:
@@ -50,55 +101,62 @@ class Encoder(Protocol):
 
 
 class TritonEncoder:
-    """The model `vision` of one Triton, over gRPC.
-
-    Images go one by one; Triton's dynamic batching joins those of equal shape.
-    """
+    """The vision model of one Triton, over gRPC."""
 
     def __init__(self, address: str, model: str) -> None:
         self._address = address
         self._model = model
         self._client = InferenceServerClient(address, channel_args=OPTIONS)
-        self._spec: EncoderSpec | None = None
+        self._versions: Mapping[str, EncoderSpec] = {}
         self._ready = False
         self._obstacle = ""  # What was last logged, so that a poll each second does not fill the log.
 
     @property
-    def spec(self) -> EncoderSpec | None:
-        """See Encoder."""
-        return self._spec
+    def address(self) -> str:
+        """See Endpoint."""
+        return self._address
+
+    @property
+    def versions(self) -> Mapping[str, EncoderSpec]:
+        """See Endpoint."""
+        return self._versions
 
     @property
     def ready(self) -> bool:
-        """See Encoder."""
+        """See Endpoint."""
         return self._ready
 
+    @property
+    def pending(self) -> int:
+        """See Endpoint."""
+        return 0
+
     async def refresh(self, timeout_s: float) -> bool:
-        """See Encoder. Reading the spec each time costs two small calls and notices a new version by itself."""
+        """See Endpoint. Reading everything each time costs a few small calls and notices a new version by itself."""
         try:
-            if not await self._client.is_model_ready(self._model, client_timeout=timeout_s):
-                raise _unavailable(f"model {self._model} is not ready")
-            spec = await self._read_spec(timeout_s)
+            versions = await read_versions(self._client, self._model, timeout_s)
         except (InferenceServerException, TriptychError, grpc.RpcError) as error:
             if str(error) != self._obstacle:
                 log.warning("encoder at %s is not usable: %s", self._address, error)
             self._ready, self._obstacle = False, str(error)
             return False
-        if spec != self._spec or not self._ready:
-            log.info("encoder at %s is ready: %s version %s", self._address, self._model, spec.version)
-        self._spec, self._ready, self._obstacle = spec, True, ""
+        if versions != self._versions or not self._ready:
+            log.info("encoder at %s is ready: %s version %s", self._address, self._model, newest(versions).version)
+        self._versions, self._ready, self._obstacle = versions, True, ""
         return True
 
-    async def encode(self, pixels: Pixels, timeout_s: float, trace: Context | None = None) -> Features:
-        """See Encoder."""
-        spec = self._spec
+    async def run(
+        self, images: Sequence[Pixels], version: str, timeout_s: float, trace: Context | None = None
+    ) -> Features:
+        """See Endpoint."""
+        spec = self._versions.get(version)
         if spec is None:
-            raise _unavailable(f"{self._address} has not been reached yet")
-        batch = InferInput(_INPUT, [1, *pixels.shape], "FP32")
-        batch.set_data_from_numpy(pixels[np.newaxis])
+            raise EncoderChanged(f"version {version} of the vision encoder is not served at {self._address}")
+        batch = InferInput(_INPUT, [len(images), *images[0].shape], "FP32")
+        batch.set_data_from_numpy(images[0][np.newaxis] if len(images) == 1 else np.stack(images))
         try:
             result = await self._client.infer(
-                self._model,
+                spec.model,
                 [batch],
                 outputs=[InferRequestedOutput(_OUTPUT)],
                 client_timeout=timeout_s,
@@ -106,36 +164,25 @@ class TritonEncoder:
             )
         except InferenceServerException as error:
             raise _from_triton(error, timeout_s) from None
-        return _checked(result.as_numpy(_OUTPUT), spec.token_count(pixels.shape[-1]), spec.hidden_size)
+        return _checked(result.as_numpy(_OUTPUT), len(images), spec, images[0].shape[1:])
 
     async def close(self) -> None:
-        """See Encoder."""
+        """See Endpoint."""
         await self._client.close()
 
-    async def _read_spec(self, timeout_s: float) -> EncoderSpec:
-        metadata = await self._client.get_model_metadata(self._model, client_timeout=timeout_s)
-        response = await self._client.get_model_config(self._model, client_timeout=timeout_s)
-        parameters = response.config.parameters
-        if PARAMETER not in parameters:
-            raise misconfigured("it is missing")
-        version = max(metadata.versions, key=lambda name: int(name) if name.isdigit() else -1, default="")
-        return parse_encoder_spec(parameters[PARAMETER].string_value, version)
 
-
-def _checked(features: Any, tokens: int, hidden_size: int) -> Features:
-    """Returns one image's features after making sure that they are what the spec promises.
+def _checked(features: Any, images: int, spec: EncoderSpec, size: tuple[int, ...]) -> Features:
+    """Returns a batch's features after making sure that their shape is what the spec promises.
 
     An empty output without an error is what a numpy that does not fit Triton's Python backend gives.
     """
-    if features is None or features.shape != (1, tokens, hidden_size) or features.dtype != np.float32:
+    promised = (images, spec.token_count(*size), spec.hidden_size)
+    if features is None or features.shape != promised or features.dtype != np.float32:
         shape = None if features is None else (*features.shape, str(features.dtype))
         raise TriptychError(
-            f"the encoder returned {shape} where (1, {tokens}, {hidden_size}, 'float32') was expected",
-            reason="ENCODER_FAILED",
+            f"the encoder returned {shape} where {(*promised, 'float32')} was expected", reason="ENCODER_FAILED"
         )
-    if not np.isfinite(features).all():
-        raise TriptychError("the encoder returned features that are not finite", reason="ENCODER_FAILED")
-    checked: Features = features[0]
+    checked: Features = features
     return checked
 
 
@@ -146,9 +193,11 @@ def _from_triton(error: InferenceServerException, timeout_s: float) -> TriptychE
     # Triton says UNAVAILABLE for a full queue, too.
     if code == "StatusCode.RESOURCE_EXHAUSTED" or "maximum queue size" in message:
         return Overloaded("the encoder's queue is full; try again later", reason="ENCODER_OVERLOADED")
-    gone = ("StatusCode.UNAVAILABLE", "StatusCode.CANCELLED", "StatusCode.UNKNOWN", "StatusCode.NOT_FOUND")
+    if code == "StatusCode.NOT_FOUND" or "unknown model" in message:
+        return EncoderChanged(f"a version of the vision encoder is no longer served: {message}")
+    gone = ("StatusCode.UNAVAILABLE", "StatusCode.CANCELLED", "StatusCode.UNKNOWN")
     if code in gone or "not healthy" in message:
-        return _unavailable(message)
+        return unready(message)
     return TriptychError(f"the encoder failed: {message}", reason="ENCODER_FAILED")
 
 
@@ -158,7 +207,3 @@ def encode_timeout(timeout_s: float) -> StageTimeout:
         f"encoding took longer than {timeout_s:.3g} s (encode_timeout_s, or what the call's own deadline left of it)",
         reason="ENCODE_TIMEOUT",
     )
-
-
-def _unavailable(why: str) -> Unavailable:
-    return Unavailable(f"the vision encoder does not answer: {why}", reason="ENCODER_UNAVAILABLE")

@@ -1,6 +1,7 @@
 """What the router must know about the encoder, as `triptych export` wrote it into Triton's model configuration."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from triptych.errors import Unavailable
@@ -23,6 +24,8 @@ class EncoderSpec:
         select_strategy: `default` leaves the class token out of the features, `full` keeps it.
         fingerprint: Hash of weights and configuration.
         version: The version that Triton serves, e.g. "1".
+        model: What Triton calls that version.
+        max_images: Most images in one call.
     """
 
     image_side: int
@@ -35,10 +38,16 @@ class EncoderSpec:
     select_strategy: str
     fingerprint: str
     version: str
+    model: str = "vision"
+    max_images: int = 1
 
-    def token_count(self, side: int) -> int:
-        """Returns how many feature rows an image of side x side pixels has; the encoder's output is checked by it."""
-        return (side // self.patch_size) ** 2 + (1 if self.select_strategy == "full" else 0)
+    def token_count(self, height: int, width: int | None = None) -> int:
+        """Returns how many feature rows an image of height x width pixels has (a square without `width`).
+
+        The encoder's output is checked by it.
+        """
+        patches = (height // self.patch_size) * ((height if width is None else width) // self.patch_size)
+        return patches + (1 if self.select_strategy == "full" else 0)
 
     @property
     def preprocessing(self) -> str:
@@ -46,7 +55,12 @@ class EncoderSpec:
         return json.dumps([self.image_mean, self.image_std, self.rescale_factor, self.resample, self.patch_size])
 
 
-def parse_encoder_spec(parameter: str, version: str) -> EncoderSpec:
+def newest(versions: Mapping[str, EncoderSpec]) -> EncoderSpec:
+    """Returns the spec of the highest version; there must be one."""
+    return versions[max(versions, key=lambda name: int(name) if name.isdigit() else -1)]
+
+
+def parse_encoder_spec(parameter: str, version: str, model: str = "vision", max_images: int = 1) -> EncoderSpec:
     """Returns the spec in a model's `triptych` parameter (JSON).
 
     Raises Unavailable (ENCODER_MISCONFIGURED), naming what is wrong with the parameter.
@@ -64,6 +78,8 @@ def parse_encoder_spec(parameter: str, version: str) -> EncoderSpec:
             select_strategy=str(fields["select_strategy"]),
             fingerprint=str(fields["fingerprint"]),
             version=version,
+            model=model,
+            max_images=max_images,
         )
     except KeyError as error:
         raise misconfigured(f"{error} is missing") from None
@@ -88,6 +104,11 @@ def misconfigured(why: str) -> Unavailable:
         f"the vision model's `{PARAMETER}` parameter cannot be used: {why}; write the repository with triptych export",
         reason="ENCODER_MISCONFIGURED",
     )
+
+
+def unready(why: str) -> Unavailable:
+    """Returns the error for an encoder that cannot be asked."""
+    return Unavailable(f"the vision encoder does not answer: {why}", reason="ENCODER_UNAVAILABLE")
 
 
 def _channels(values: list[float]) -> tuple[float, float, float]:
