@@ -83,12 +83,14 @@ class Router:
         port: The port it listens on.
         pipeline: What runs the requests; asked for `check_integrity()`.
         readiness: Whether pictures can be served.
+        metrics: What Prometheus is told.
     """
 
-    def __init__(self, port: int, pipeline: Pipeline, readiness: Readiness) -> None:
+    def __init__(self, port: int, pipeline: Pipeline, readiness: Readiness, metrics: RouterMetrics) -> None:
         self.port = port
         self.pipeline = pipeline
         self.readiness = readiness
+        self.metrics = metrics
 
 
 @asynccontextmanager
@@ -120,7 +122,7 @@ async def run_router(
         await server.start()
         stack.push_async_callback(server.stop, STOP_GRACE_S)
         stack.push_async_callback(health.enter_graceful_shutdown)
-        yield Router(bound, pipeline, readiness)
+        yield Router(bound, pipeline, readiness, metrics)
 
 
 def scheduled_encoder(settings: RouterSettings, metrics: VisionMetrics) -> ScheduledEncoder:

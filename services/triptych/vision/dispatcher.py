@@ -225,11 +225,9 @@ class ScheduledEncoder:
         ahead = self._queue.pixels_before(item.rank)
         if member is None or not ahead:
             return
-        now_s = self._clock()
         full = self._limits.full_pixels
-        batches = -(-ahead // full)
-        shared = len(self._pool.serving(version))
-        wait_s = member.wait_s(now_s) + batches * member.seconds_for(min(ahead, full), now_s) / shared
+        batches = -(-ahead // full) / len(self._pool.serving(version))
+        wait_s = self._pool.wait_s(member) + batches * self._pool.seconds_for(member, min(ahead, full))
         if wait_s > timeout_s:
             raise Overloaded(
                 f"the encoder is busy for about {wait_s:.1f} s, longer than the {timeout_s:.3g} s that are left "
@@ -295,7 +293,7 @@ class ScheduledEncoder:
             job.attempts += 1
             jobs.append(job)
             self._metrics.queue.observe(now_s - item.arrival_s)
-        expected_s = member.wait_s(now_s) + member.seconds_for(plan.pixels, now_s)
+        expected_s = self._pool.wait_s(member) + self._pool.seconds_for(member, plan.pixels)
         flying = self._pool.begin(member, plan.pixels, len(jobs))
         batch = _Batch(jobs, flying, member, max(_SLOW_S, _SLOW_FACTOR * expected_s))
         self._batches.update((job, batch) for job in jobs)

@@ -68,27 +68,12 @@ class Member:
         """Whether it gets work now."""
         return self.endpoint.ready and now_s >= self.rests_until_s
 
-    def seconds_for(self, pixels: int, now_s: float) -> float:
-        """Returns how long a batch of so many pixels is expected to take in it.
+    def lately(self, pixels: int, now_s: float) -> float | None:
+        """Returns what a batch of so many pixels takes, by its latest batches.
 
         What it took long ago counts for nothing: an encoder that was slow is tried again.
         """
-        predicted = self.cost.predict(pixels) if self.flying or now_s - self.ended_s < _FORGET_S else None
-        return _UNKNOWN_S if predicted is None else predicted
-
-    def wait_s(self, now_s: float) -> float:
-        """Returns the seconds until what is in it is expected to be done; its batches run one after the other.
-
-        Work that is overdue is expected to take as long again as it is late: the longer an encoder hangs, the less
-        it is chosen. Requests of others that wait in it count as small ones.
-        """
-        left_s = 0.0
-        if self.flying:
-            spent_s = now_s - max(self.flying[0].started_s, self.ended_s)
-            expected_s = sum(self.seconds_for(flying.pixels, now_s) for flying in self.flying)
-            left_s = abs(expected_s - spent_s)
-        others = max(0, self.endpoint.pending - len(self.flying))
-        return left_s + others * self.seconds_for(0, now_s)
+        return self.cost.predict(pixels) if self.flying or now_s - self.ended_s < _FORGET_S else None
 
 
 class EncoderPool:
@@ -125,12 +110,36 @@ class EncoderPool:
         ready = [m for m in self.members if m.endpoint.ready and version in m.endpoint.versions]
         return [member for member in ready if member.usable(now_s)] or ready
 
+    def seconds_for(self, member: Member, pixels: int) -> float:
+        """Returns how long a batch of so many pixels is expected to take in an encoder.
+
+        One that has done nothing lately is taken to be as fast as the fastest.
+        """
+        now_s = self._clock()
+        own = member.lately(pixels, now_s)
+        if own is not None:
+            return own
+        others = (other.lately(pixels, now_s) for other in self.members)
+        return min((seconds for seconds in others if seconds is not None), default=_UNKNOWN_S)
+
+    def wait_s(self, member: Member) -> float:
+        """Returns the seconds until what is in an encoder is expected to be done; batches run one after the other.
+
+        Work that is overdue is expected to take as long again as it is late: the longer an encoder hangs, the less
+        it is chosen. Requests of others that wait in it count as small ones.
+        """
+        left_s = 0.0
+        if member.flying:
+            spent_s = self._clock() - max(member.flying[0].started_s, member.ended_s)
+            left_s = abs(sum(self.seconds_for(member, flying.pixels) for flying in member.flying) - spent_s)
+        others = max(0, member.endpoint.pending - len(member.flying))
+        return left_s + others * self.seconds_for(member, 0)
+
     def choose(self, version: str, pixels: int) -> Member | None:
         """Returns the encoder that would be done first with a batch of so many pixels, None where nobody serves it."""
-        now_s = self._clock()
         return min(
             self.serving(version),
-            key=lambda member: member.wait_s(now_s) + member.seconds_for(pixels, now_s),
+            key=lambda member: self.wait_s(member) + self.seconds_for(member, pixels),
             default=None,
         )
 
