@@ -139,6 +139,18 @@ class RouterSettings(BaseSettings):
         description="deadline of encoding all images of a request, the wait for others' included; a large ViT takes "
         "seconds an image on a laptop, so a server with a GPU may want less",
     )
+    resolution_by_load: bool = Field(True, description="encode images at lower resolution while load is high")
+    low_headroom: float = Field(
+        0.2, ge=0, le=1, description="share of device memory free for KV, below which images get at most low resolution"
+    )
+    medium_headroom: float = Field(0.4, ge=0, le=1, description="the same for medium resolution")
+    low_pending: int = Field(
+        20, ge=0, description="requests without a first token, above which images get at most low resolution"
+    )
+    medium_pending: int = Field(10, ge=0, description="the same for medium resolution")
+    resolution_hold_s: float = Field(
+        2.0, ge=0, description="seconds that load must have eased before images get more resolution again"
+    )
     encode_pixel_budget: int = Field(
         32 * 336 * 336,
         ge=1 << 10,

@@ -35,13 +35,13 @@ async def test_an_answer_is_started_then_chunks_then_finished(rig: Rig) -> None:
 
 
 async def test_the_worker_gets_text_images_and_parameters_where_the_message_put_them(rig: Rig) -> None:
-    request = ask("before", RED, "between <image>", BLUE, cache_salt="t", priority=generation_pb2.PRIORITY_ECONOMY)
+    request = ask("before", RED, "between <image>", BLUE, cache_salt="t", priority=generation_pb2.PRIORITY_INTERACTIVE)
     request.sampling.temperature = 0.5
     request.stopping.stop.append("x")
     await rig.answer(request)
     (sent,) = rig.worker.requests
     assert sent.request_id
-    assert sent.priority == generation_pb2.PRIORITY_ECONOMY
+    assert sent.priority == generation_pb2.PRIORITY_INTERACTIVE
     assert (sent.sampling.temperature, list(sent.stopping.stop)) == (0.5, ["x"])
     assert sent.prompt.cache_salt == "t"
     parts = [(part.WhichOneof("content"), part.text or part.image_index) for part in sent.prompt.messages[0].parts]

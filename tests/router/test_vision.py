@@ -1,11 +1,13 @@
 """What the router does around the encoder: bypasses, counters, and an encoder that is replaced under a request."""
 
+import asyncio
 from dataclasses import replace
 
-from tests.router.conftest import Rig
+from tests.router.conftest import Rig, until
 from tests.router.fakes import SPEC, ask, png
+from triptych.errors import Overloaded
 from triptych.router.metrics import RouterMetrics
-from triptych.v1 import inference_pb2
+from triptych.v1 import generation_pb2, inference_pb2
 
 RED, BLUE = png((255, 0, 0)), png((0, 0, 255))
 
@@ -55,3 +57,46 @@ async def test_an_encoder_replaced_between_name_and_features_is_asked_anew(rig: 
     again = await rig.answer(ask(RED, "?"))
     assert again.started.images[0].identity == image.identity
     assert again.started.images[0].source == inference_pb2.FEATURE_SOURCE_ENCODER_CACHE
+
+
+def pictures(count: int) -> list[bytes]:
+    return [png((number, 200 - number, 40)) for number in range(count)]
+
+
+async def test_many_pending_requests_lower_the_resolution_and_the_answer_says_why(rig: Rig) -> None:
+    await rig.answer(ask(RED, "?"))
+    held = asyncio.Event()
+    rig.worker.before_first = held.wait
+    crowd = [asyncio.create_task(rig.answer(ask(picture, "?"))) for picture in pictures(30)]
+    await until(lambda: rig.router.pipeline.admission.pending == 30 and len(rig.worker.requests) == 31)
+    late = asyncio.create_task(rig.answer(ask(png((1, 2, 3)), "?")))
+    forbidding = ask(png((3, 2, 1)), "?", degradation_policy=inference_pb2.DEGRADATION_POLICY_FORBID)
+    refused = await rig.failure(forbidding)
+    assert isinstance(refused, Overloaded) and refused.reason == "RESOLUTION_LOWERED"
+    known = asyncio.create_task(rig.answer(ask(RED, "a second turn?")))
+    held.set()
+    await asyncio.gather(*crowd)
+    (image,) = (await late).started.images
+    assert (image.detail, image.resolution_reason, image.encoded_side) == (
+        inference_pb2.IMAGE_DETAIL_LOW,
+        inference_pb2.RESOLUTION_REASON_PENDING,
+        56,
+    )
+    (degradation,) = (await late).finished.degradations
+    assert degradation.kind == inference_pb2.DEGRADATION_KIND_LOWER_RESOLUTION
+    assert "low_pending" in degradation.explanation
+    assert (await known).started.images[0].encoded_side == 112
+    assert not (await known).finished.degradations
+    sample = rig.router.metrics.registry.get_sample_value
+    assert sample("mm_image_resolutions_total", {"detail": "low", "reason": "pending"})
+
+
+async def test_economy_requests_get_one_step_less_unless_they_forbid_it(rig: Rig) -> None:
+    economy = {"priority": generation_pb2.PRIORITY_ECONOMY}
+    answer = await rig.answer(ask(RED, "?", **economy))
+    assert answer.started.images[0].encoded_side == 70
+    assert answer.finished.degradations
+    forbid = inference_pb2.DEGRADATION_POLICY_FORBID
+    answer = await rig.answer(ask(BLUE, "?", degradation_policy=forbid, **economy))
+    assert answer.started.images[0].encoded_side == 112
+    assert not answer.finished.degradations

@@ -18,7 +18,8 @@ from triptych import client
 from triptych.demo.scenes import Example, held_out
 from triptych.stack import StackSettings, running_stack
 
-CONCURRENCY = 16
+CONCURRENCY = 8
+"""Few enough that load does not lower the resolution."""
 PICTURE_SIDE = 336
 """Pictures are sent larger than any encoder input, as people's are, and resized by the router."""
 DETAILS: tuple[client.Detail, ...] = ("high", "medium", "low")

@@ -28,6 +28,10 @@ class ImageReport(BaseModel):
     width: int
     height: int
     encoded_side: int = Field(description="side of the square the encoder saw, in pixels")
+    detail: Literal["high", "medium", "low", "thumbnail"] = Field(description="the resolution it was encoded at")
+    resolution_reason: Literal["requested", "memory", "pending", "economy"] = Field(
+        description="why that resolution: as asked for, or less because of load or priority"
+    )
     visual_tokens: int
     source: Literal["encoder", "encoder_cache", "kv_cache", "dropped"]
 

@@ -33,6 +33,10 @@ def started_report(started: inference_pb2.Started) -> dict[str, Any]:
                 "height": image.height,
                 "encoded_side": image.encoded_side,
                 "visual_tokens": image.visual_tokens,
+                "detail": _lower(inference_pb2.ImageDetail.Name(image.detail), "IMAGE_DETAIL_", "high"),
+                "resolution_reason": _lower(
+                    inference_pb2.ResolutionReason.Name(image.resolution_reason), "RESOLUTION_REASON_", "requested"
+                ),
                 "source": _lower(inference_pb2.FeatureSource.Name(image.source), "FEATURE_SOURCE_", "dropped"),
             }
             for image in started.images

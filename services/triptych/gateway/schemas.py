@@ -141,7 +141,7 @@ class Options(Closed):
     resolution: Resolution | None = Field(None, description="of every picture, whatever its `detail` says")
     cache_salt: Text | None = Field(None, max_length=64, description="requests with different salts share no cache")
     degrade: bool | None = Field(
-        None, description="true, the default: rather a text-only answer than an error when the encoder is late"
+        None, description="true, the default: rather a text-only answer, or less resolution, than an error"
     )
     request_id: str | None = Field(
         None, pattern=r"^[A-Za-z0-9._:-]{1,100}$", description="name for logs and traces; wins over x-request-id"

@@ -1,6 +1,6 @@
 """How much the router takes on at once."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from triptych.config import RouterSettings
@@ -20,15 +20,21 @@ class Admission:
         self._max_bytes = settings.max_inflight_image_bytes
         self._requests = 0
         self._bytes = 0
+        self._pending = 0
 
     @property
     def requests(self) -> int:
         """Requests in flight."""
         return self._requests
 
+    @property
+    def pending(self) -> int:
+        """Requests in flight that have not got their first token."""
+        return self._pending
+
     @contextmanager
-    def admit(self, image_bytes: int) -> Iterator[None]:
-        """Books a request for the length of the block.
+    def admit(self, image_bytes: int) -> Iterator[Callable[[], None]]:
+        """Books a request for the length of the block; yields what to call, once or more, at its first token.
 
         Raises Overloaded when there is no room now, InvalidRequest (IMAGES_TOO_LARGE) when there never will be.
         """
@@ -46,9 +52,18 @@ class Admission:
             )
         self._requests += 1
         self._bytes += image_bytes
+        self._pending += 1
+        waits = True
+
+        def answered() -> None:
+            nonlocal waits
+            self._pending -= waits
+            waits = False
+
         try:
-            yield
+            yield answered
         finally:
+            answered()
             self._requests -= 1
             self._bytes -= image_bytes
 
@@ -56,6 +71,8 @@ class Admission:
         """Raises IntegrityError unless no request in flight means no bytes in flight."""
         if self._requests < 0 or self._bytes < 0 or (self._requests == 0 and self._bytes != 0):
             raise IntegrityError(f"admission: {self._requests} requests hold {self._bytes} bytes")
+        if not 0 <= self._pending <= self._requests:
+            raise IntegrityError(f"admission: {self._pending} of {self._requests} requests wait for a first token")
 
 
 def image_bytes_of(request: inference_pb2.GenerateRequest) -> int:

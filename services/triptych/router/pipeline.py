@@ -16,6 +16,7 @@ from triptych.router.admission import Admission, image_bytes_of
 from triptych.router.metrics import RouterMetrics
 from triptych.router.readiness import REFRESH_TIMEOUT_S
 from triptych.router.request import RequestState
+from triptych.router.resolution import ResolutionManager
 from triptych.router.steps import Encode, Intake, Preprocess, Probe, Step
 from triptych.router.worker_client import WorkerClient
 from triptych.telemetry.spans import open_span
@@ -23,6 +24,7 @@ from triptych.telemetry.tracing import trace_id_of
 from triptych.v1 import generation_pb2, inference_pb2, worker_pb2
 from triptych.vision.cache import EncoderCache
 from triptych.vision.encoder import Encoder
+from triptych.vision.resolution import Load
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +45,13 @@ class Pipeline:
         self._threads = ThreadPoolExecutor(settings.preprocess_threads, thread_name_prefix="preprocess")
         self.admission = Admission(settings)
         self.cache = EncoderCache(settings.encoder_cache_bytes)
+        self._resolution = ResolutionManager(
+            settings, lambda: Load(worker.headroom, self.admission.pending), self._metrics.resolutions
+        )
         self._encode = Encode(settings, encoder, self.cache)
         self._steps: tuple[Step, ...] = (
             Intake(settings, worker, self._threads),
-            Preprocess(settings, encoder, self._threads),
+            Preprocess(settings, encoder, self.cache, self._threads, self._resolution),
             Probe(worker, encoder),
             self._encode,
         )
@@ -63,10 +68,10 @@ class Pipeline:
         attributes = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "triptych"}
         with (
             open_span("router.generate", caller, SpanKind.SERVER, attributes) as (span, context),
-            self.admission.admit(image_bytes_of(request)),
+            self.admission.admit(image_bytes_of(request)) as answered,
         ):
             deadline_s = None if time_remaining_s is None else time.monotonic() + time_remaining_s
-            state = RequestState(request, context, deadline_s)
+            state = RequestState(request, context, deadline_s, answered=answered)
             span.set_attribute("triptych.request_id", state.request_id)
             try:
                 async with aclosing(self._answer(state, span)) as events:
@@ -120,7 +125,7 @@ class Pipeline:
                     state.check_deadline()
                 break
             except EncoderChanged:
-                state.release()
+                state.start_over()
                 if attempt == _ENCODER_CHANGES or not await self._encoder.refresh(REFRESH_TIMEOUT_S):
                     raise
                 log.info("request %s: the encoder was replaced; naming its images anew", state.request_id)
@@ -196,6 +201,7 @@ class Relay:
         first_token = self._state.durations.time_to_first_token
         if first_token.ToNanoseconds() == 0:
             first_token.FromNanoseconds(self._state.elapsed_ns())
+            self._state.answered()
 
     def _make_started(self, model: worker_pb2.WorkerModel) -> inference_pb2.Started:
         return inference_pb2.Started(

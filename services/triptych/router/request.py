@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -27,7 +27,9 @@ class ImageState:
 
     Attributes:
         source: As sent: encoded bytes, or a URL.
-        detail: An inference_pb2.ImageDetail.
+        requested: The inference_pb2.ImageDetail that was asked for, HIGH where none was.
+        detail: The one it is encoded at; set by preprocess.
+        resolution_reason: An inference_pb2.ResolutionReason; set by preprocess.
         encoded: The encoded file; set by intake, dropped by preprocess.
         width, height: Of the upright picture, in pixels; set by preprocess.
         side: Of the square the encoder sees, in pixels; set by preprocess.
@@ -40,7 +42,9 @@ class ImageState:
     """
 
     source: bytes | str
-    detail: int
+    requested: int
+    detail: int = inference_pb2.IMAGE_DETAIL_UNSPECIFIED
+    resolution_reason: int = inference_pb2.RESOLUTION_REASON_UNSPECIFIED
     encoded: bytes | None = None
     width: int = 0
     height: int = 0
@@ -68,6 +72,8 @@ class ImageState:
             encoded_side=self.side,
             visual_tokens=0 if dropped else self.token_count,
             source=inference_pb2.FeatureSource.ValueType(self.feature_source),
+            detail=inference_pb2.ImageDetail.ValueType(self.detail),
+            resolution_reason=inference_pb2.ResolutionReason.ValueType(self.resolution_reason),
         )
 
 
@@ -81,6 +87,7 @@ class RequestState:
         trace: Context whose current span is the request's root span.
         deadline_s: When the client gives up, on time.monotonic's clock; None: never.
         arrival_s: When it arrived, on the same clock.
+        answered: To be called at the first token.
         images: In prompt order.
         images_dropped: Whether the answer is text-only because encoding was late.
         durations: Of the stages so far.
@@ -92,6 +99,7 @@ class RequestState:
     deadline_s: float | None = None
     request_id: str = ""
     arrival_s: float = field(default_factory=time.monotonic)
+    answered: Callable[[], None] = field(default=lambda: None)
     images: list[ImageState] = field(default_factory=list)
     images_dropped: bool = False
     durations: generation_pb2.StageDurations = field(default_factory=generation_pb2.StageDurations)
@@ -99,6 +107,12 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.request_id = self.request_id or self.request.request_id or uuid.uuid4().hex
+
+    def start_over(self) -> None:
+        """Forgets what the steps have found out, so that they can run again."""
+        self.release()
+        self.images.clear()
+        self.degradations.clear()
 
     @property
     def degradable(self) -> bool:

@@ -7,7 +7,7 @@ TriptychError when the request cannot go on. It may be cancelled at any await an
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Container, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from opentelemetry.trace import SpanKind
 from triptych.config import RouterSettings
 from triptych.errors import InvalidRequest, StageTimeout, TriptychError, Unavailable
 from triptych.router.request import ImageState, RequestState
+from triptych.router.resolution import ResolutionManager, detail_name, reason_name
 from triptych.router.validation import validate
 from triptych.router.worker_client import WorkerClient
 from triptych.telemetry.spans import open_span
@@ -59,7 +60,7 @@ class Intake:
             state.images = [
                 ImageState(
                     source=part.image.data if part.image.WhichOneof("source") == "data" else part.image.url,
-                    detail=part.image.detail,
+                    requested=part.image.detail or inference_pb2.IMAGE_DETAIL_HIGH,
                 )
                 for message in state.request.messages
                 for part in message.parts
@@ -77,27 +78,45 @@ class Intake:
 class Preprocess:
     """Decodes, resizes and names the images, off the event loop."""
 
-    def __init__(self, settings: RouterSettings, encoder: Encoder, threads: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        encoder: Encoder,
+        cache: EncoderCache,
+        threads: ThreadPoolExecutor,
+        resolution: ResolutionManager,
+    ) -> None:
         self._limits = image_limits(settings)
         self._encoder = encoder
+        self._cache = cache
         self._threads = threads
+        self._resolution = resolution
 
     async def run(self, state: RequestState) -> None:
-        """Sets each image's size, side, token count, pixels and identity; drops its encoded file."""
+        """Sets each image's resolution, size, side, token count, pixels and identity; drops its encoded file."""
         if not state.images:
             return
         spec = self._encoder.spec
         if spec is None:
             raise Unavailable("the vision encoder has not been reached yet", reason="ENCODER_UNAVAILABLE")
+        self._resolution.choose(state)
         with state.timed("preprocess"), self._encoder.expect():
             await run_all(self._prepare(image, state, spec) for image in state.images)
+        self._resolution.note(state)
 
     async def _prepare(self, image: ImageState, state: RequestState, spec: EncoderSpec) -> None:
         state.check_deadline()
         with open_span("router.preprocess", state.trace) as (span, _):
             salt = state.request.cache_salt
-            await in_thread(self._threads, _prepare_image, image, spec, salt, self._limits)
-            span.set_attributes({"triptych.pixels": image.width * image.height, "triptych.image.side": image.side})
+            await in_thread(self._threads, _prepare_image, image, spec, salt, self._limits, self._cache)
+            span.set_attributes(
+                {
+                    "triptych.pixels": image.width * image.height,
+                    "triptych.image.side": image.side,
+                    "triptych.image.detail": detail_name(image.detail),
+                    "triptych.image.resolution_reason": reason_name(image.resolution_reason),
+                }
+            )
 
 
 class Probe:
@@ -218,14 +237,22 @@ async def run_all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _prepare_image(image: ImageState, spec: EncoderSpec, salt: str, limits: ImageLimits) -> None:
+def _prepare_image(
+    image: ImageState, spec: EncoderSpec, salt: str, limits: ImageLimits, cache: Container[bytes]
+) -> None:
     """Fills in what Preprocess promises. Peak memory is that of one decoded image, however many wait."""
     assert image.encoded is not None  # Set by Intake, which ran before.
     picture = load_image(image.encoded, limits)
     image.encoded = None
     image.width, image.height = picture.size
+    content = content_digest(picture)
+    if image.detail > image.requested and image.resolution_reason != inference_pb2.RESOLUTION_REASON_ECONOMY:
+        # Load lowered it. Features that are there cost nothing, and a dialogue goes on with the picture it began with.
+        known = identity(content, spec, encoded_side(image.requested, spec), salt)
+        if known in cache:
+            image.detail, image.resolution_reason = image.requested, inference_pb2.RESOLUTION_REASON_REQUESTED
     image.side = encoded_side(image.detail, spec)
     image.token_count = spec.token_count(image.side)
     image.encoder_version = spec.version
-    image.identity = identity(content_digest(picture), spec, image.side, salt)
+    image.identity = identity(content, spec, image.side, salt)
     image.pixels = preprocess(picture, spec, image.side)

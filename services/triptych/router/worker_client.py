@@ -45,6 +45,12 @@ class WorkerClient:
         return self._load
 
     @property
+    def headroom(self) -> float:
+        """Share of the worker's KV blocks that no running request holds, 0 to 1; 1 while it is unknown."""
+        load = self._load
+        return 1.0 if load is None or not load.total_blocks else 1 - load.used_blocks / load.total_blocks
+
+    @property
     def model(self) -> worker_pb2.WorkerModel:
         """The model the worker serves. Raises Unavailable (WORKER_UNAVAILABLE) unless the worker is alive."""
         if self._load is None or not self.alive:

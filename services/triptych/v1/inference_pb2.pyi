@@ -91,7 +91,7 @@ class _DegradationPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Deg
     DEGRADATION_POLICY_ALLOW: _DegradationPolicy.ValueType  # 1
     """Answer as well as possible and say so in `finished.degradations`."""
     DEGRADATION_POLICY_FORBID: _DegradationPolicy.ValueType  # 2
-    """Fail with DEADLINE_EXCEEDED, reason ENCODE_TIMEOUT, or RESOURCE_EXHAUSTED instead."""
+    """Fail instead: with DEADLINE_EXCEEDED, reason ENCODE_TIMEOUT, or RESOURCE_EXHAUSTED, reason RESOLUTION_LOWERED."""
 
 class DegradationPolicy(_DegradationPolicy, metaclass=_DegradationPolicyEnumTypeWrapper):
     """What to do when a stage cannot do its best in time."""
@@ -101,8 +101,40 @@ DEGRADATION_POLICY_UNSPECIFIED: DegradationPolicy.ValueType  # 0
 DEGRADATION_POLICY_ALLOW: DegradationPolicy.ValueType  # 1
 """Answer as well as possible and say so in `finished.degradations`."""
 DEGRADATION_POLICY_FORBID: DegradationPolicy.ValueType  # 2
-"""Fail with DEADLINE_EXCEEDED, reason ENCODE_TIMEOUT, or RESOURCE_EXHAUSTED instead."""
+"""Fail instead: with DEADLINE_EXCEEDED, reason ENCODE_TIMEOUT, or RESOURCE_EXHAUSTED, reason RESOLUTION_LOWERED."""
 Global___DegradationPolicy: _TypeAlias = DegradationPolicy  # noqa: Y015
+
+class _ResolutionReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ResolutionReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ResolutionReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RESOLUTION_REASON_UNSPECIFIED: _ResolutionReason.ValueType  # 0
+    """Never sent."""
+    RESOLUTION_REASON_REQUESTED: _ResolutionReason.ValueType  # 1
+    """It is what was asked for."""
+    RESOLUTION_REASON_MEMORY: _ResolutionReason.ValueType  # 2
+    """Little device memory was left."""
+    RESOLUTION_REASON_PENDING: _ResolutionReason.ValueType  # 3
+    """Many requests waited for their first token."""
+    RESOLUTION_REASON_ECONOMY: _ResolutionReason.ValueType  # 4
+    """Requests of PRIORITY_ECONOMY get one step less than they ask for, unless they forbid degradation."""
+
+class ResolutionReason(_ResolutionReason, metaclass=_ResolutionReasonEnumTypeWrapper):
+    """Why an image was encoded at its resolution."""
+
+RESOLUTION_REASON_UNSPECIFIED: ResolutionReason.ValueType  # 0
+"""Never sent."""
+RESOLUTION_REASON_REQUESTED: ResolutionReason.ValueType  # 1
+"""It is what was asked for."""
+RESOLUTION_REASON_MEMORY: ResolutionReason.ValueType  # 2
+"""Little device memory was left."""
+RESOLUTION_REASON_PENDING: ResolutionReason.ValueType  # 3
+"""Many requests waited for their first token."""
+RESOLUTION_REASON_ECONOMY: ResolutionReason.ValueType  # 4
+"""Requests of PRIORITY_ECONOMY get one step less than they ask for, unless they forbid degradation."""
+Global___ResolutionReason: _TypeAlias = ResolutionReason  # noqa: Y015
 
 class _FeatureSource:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -142,6 +174,8 @@ class _DegradationKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Degra
     """Never sent."""
     DEGRADATION_KIND_TEXT_ONLY: _DegradationKind.ValueType  # 1
     """Images were left out because encoding missed its deadline."""
+    DEGRADATION_KIND_LOWER_RESOLUTION: _DegradationKind.ValueType  # 2
+    """Images were encoded at a lower resolution than asked for; `Started.images` says which and why."""
 
 class DegradationKind(_DegradationKind, metaclass=_DegradationKindEnumTypeWrapper):
     """Kinds of degradation."""
@@ -150,6 +184,8 @@ DEGRADATION_KIND_UNSPECIFIED: DegradationKind.ValueType  # 0
 """Never sent."""
 DEGRADATION_KIND_TEXT_ONLY: DegradationKind.ValueType  # 1
 """Images were left out because encoding missed its deadline."""
+DEGRADATION_KIND_LOWER_RESOLUTION: DegradationKind.ValueType  # 2
+"""Images were encoded at a lower resolution than asked for; `Started.images` says which and why."""
 Global___DegradationKind: _TypeAlias = DegradationKind  # noqa: Y015
 
 @_typing.final
@@ -392,6 +428,8 @@ class ImageReport(_message.Message):
     ENCODED_SIDE_FIELD_NUMBER: _builtins.int
     VISUAL_TOKENS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    RESOLUTION_REASON_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """Its 256-bit identity, lower-case hex. It depends on pixels, preprocessing, encoder version and cache salt."""
     width: _builtins.int
@@ -404,6 +442,10 @@ class ImageReport(_message.Message):
     """Tokens it takes in the prompt."""
     source: Global___FeatureSource.ValueType
     """Where its features came from."""
+    detail: Global___ImageDetail.ValueType
+    """The resolution it was encoded at: as asked for in `Image.detail`, or lower."""
+    resolution_reason: Global___ResolutionReason.ValueType
+    """Why that resolution."""
     def __init__(
         self,
         *,
@@ -413,10 +455,12 @@ class ImageReport(_message.Message):
         encoded_side: _builtins.int = ...,
         visual_tokens: _builtins.int = ...,
         source: Global___FeatureSource.ValueType = ...,
+        detail: Global___ImageDetail.ValueType = ...,
+        resolution_reason: Global___ResolutionReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoded_side", b"encoded_side", "height", b"height", "identity", b"identity", "source", b"source", "visual_tokens", b"visual_tokens", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "encoded_side", b"encoded_side", "height", b"height", "identity", b"identity", "resolution_reason", b"resolution_reason", "source", b"source", "visual_tokens", b"visual_tokens", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

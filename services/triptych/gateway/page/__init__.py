@@ -15,7 +15,8 @@ What it reads from the stream: `choices[0].delta.content`, `choices[0].finish_re
 and `triptych` of any chunk, merged as they come (each field is optional):
 
     request_id, trace_id
-    images: [{width, height, encoded_side, visual_tokens, source: kv_cache | encoder_cache | encoder}]
+    images: [{width, height, encoded_side, detail, resolution_reason, visual_tokens,
+              source: kv_cache | encoder_cache | encoder}]
     timings: {intake, preprocess, encode, queue, prefill, decode, time_to_first_token, total}    seconds
     usage: {text_tokens, visual_tokens, cached_tokens, output_tokens}
     degradations: [{kind, explanation}]
