@@ -141,6 +141,22 @@ def export(
         print(json.dumps({"model": str(model_dir), "repository": str(repository), "version": version}))
 
 
+@app.command()
+def rollback(
+    repository: Annotated[Path, typer.Option(help="model repository to change")] = Path("model_repository"),
+    version: Annotated[int | None, typer.Option(min=1, help="version to remove; unset: the newest")] = None,
+    as_json: Json = False,
+) -> None:
+    """Removes a version of the vision encoder from a repository; the one before it serves again."""
+    from triptych.vision.rollback import rollback as remove
+
+    removed, left = remove(repository, version)
+    if as_json:
+        print(json.dumps({"repository": str(repository), "removed": removed, "serves": left}))
+    else:
+        print(f"removed version {removed} from {repository}; version {left} serves")
+
+
 serve_app = typer.Typer(
     help="Runs one service in the foreground; its knobs are TRIPTYCH_* variables.", no_args_is_help=True
 )

@@ -110,7 +110,14 @@ class RouterSettings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(50051, ge=1, le=65535, description="InferenceService port")
     metrics_port: int | None = Field(None, ge=1, le=65535, description="HTTP port for Prometheus; unset: none")
-    triton: str = Field("127.0.0.1:8001", description="Triton's gRPC address")
+    triton: str = Field(
+        "127.0.0.1:8001", description="gRPC addresses of one or more Tritons with the same models, comma-separated"
+    )
+    triton_metrics: str = Field(
+        "",
+        description="their metrics addresses (host:port), comma-separated, in the same order, to see how much others "
+        "have queued there; empty: not asked",
+    )
     worker: str = Field("127.0.0.1:50061", description="the worker's address")
     vision_model: str = Field("vision", description="Triton model that turns pixels into projected features")
     max_images: int = Field(8, ge=0, description="most images in one request")
@@ -123,6 +130,12 @@ class RouterSettings(BaseSettings):
     )
     max_inflight_image_bytes: int = Field(
         512 << 20, ge=1 << 10, description="most bytes of encoded images, as sent, in all requests in flight together"
+    )
+    max_held_bytes: int = Field(
+        1 << 30,
+        ge=1 << 20,
+        description="most bytes of pixels and features that requests hold from preprocessing to their first token; "
+        "others wait for room",
     )
     max_text_chars: int = Field(1_000_000, ge=1, description="most characters of text in one request")
     max_inflight: int = Field(256, ge=1, description="most requests at once; one more is refused (RESOURCE_EXHAUSTED)")
@@ -169,6 +182,9 @@ class RouterSettings(BaseSettings):
     )
     encode_lift_s: float = Field(
         1.0, ge=0, description="seconds of waiting that lift an image by one priority class in the encoder's queue"
+    )
+    encode_shared_memory: bool = Field(
+        True, description="pass pixels to a Triton on the same host through POSIX shared memory instead of inline"
     )
     encode_max_waiting: int = Field(
         512, ge=1, description="most images in the encoder's queue; one more is refused (RESOURCE_EXHAUSTED)"

@@ -67,7 +67,8 @@ class StackSettings:
     def _connected(self) -> "StackSettings":
         triton = f"{reachable(self.triton.host)}:{self.triton.grpc_port}"
         worker = f"{reachable(self.worker.host)}:{self.worker.port}"
-        router = self.router.model_copy(update={"triton": triton, "worker": worker})
+        metrics = f"{reachable(self.triton.host)}:{self.triton.metrics_port}"
+        router = self.router.model_copy(update={"triton": triton, "triton_metrics": metrics, "worker": worker})
         gateway = self.gateway and self.gateway.model_copy(update={"router": self.router_address, "worker": worker})
         return StackSettings(self.triton, self.worker, router, gateway)
 

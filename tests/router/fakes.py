@@ -48,6 +48,9 @@ class FakeEncoder:
     async def refresh(self, timeout_s: float) -> bool:
         return self.ready
 
+    def check_integrity(self) -> None:
+        pass
+
     def expect(self) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -2,6 +2,9 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from tests.router.conftest import Rig, until
 from tests.router.fakes import SPEC, ask, png
@@ -100,3 +103,42 @@ async def test_economy_requests_get_one_step_less_unless_they_forbid_it(rig: Rig
     answer = await rig.answer(ask(BLUE, "?", degradation_policy=forbid, **economy))
     assert answer.started.images[0].encoded_side == 112
     assert not answer.finished.degradations
+
+
+# 112 x 112 pixels and 64 rows of 8 features, as float32: room for six pictures.
+@pytest.mark.parametrize("settings", [{"max_held_bytes": 1 << 20, "resolution_by_load": False}])
+async def test_bytes_between_encode_and_prefill_are_bounded_and_everybody_gets_their_turn(
+    rig: Rig, settings: dict[str, Any]
+) -> None:
+    held = asyncio.Event()
+    rig.worker.before_first = held.wait
+    holding = rig.router.pipeline.holding
+    crowd = [asyncio.create_task(rig.answer(ask(picture, "?"))) for picture in pictures(30)]
+    await until(lambda: len(rig.worker.requests) == 6 and holding.waiting == 24)
+    crowd.pop(20).cancel()  # One that waits.
+    await until(lambda: holding.waiting == 23)
+    assert holding.held_bytes <= 1 << 20
+    held.set()
+    answers = await asyncio.gather(*crowd)
+    assert all(answer.text == "abc" for answer in answers)
+    assert holding.held_bytes == 0
+
+
+@pytest.mark.parametrize("settings", [{"max_held_bytes": 1 << 20}])
+async def test_images_that_never_fit_between_encode_and_prefill_are_refused_with_the_knobs_name(
+    rig: Rig, settings: dict[str, Any]
+) -> None:
+    error = await rig.failure(ask(*pictures(7), "?"))
+    assert error.reason == "IMAGES_TOO_LARGE" and "max_held_bytes" in error.message
+
+
+@pytest.mark.parametrize("settings", [{"max_held_bytes": 1 << 20, "queue_timeout_s": 0.3, "resolution_by_load": False}])
+async def test_no_room_in_time_is_overload(rig: Rig, settings: dict[str, Any]) -> None:
+    held = asyncio.Event()
+    rig.worker.before_first = held.wait
+    crowd = [asyncio.create_task(rig.answer(ask(picture, "?"))) for picture in pictures(6)]
+    await until(lambda: len(rig.worker.requests) == 6)
+    error = await rig.failure(ask(RED, "?"))
+    assert isinstance(error, Overloaded) and "max_held_bytes" in error.message
+    held.set()
+    await asyncio.gather(*crowd)

@@ -44,7 +44,7 @@ async def test_100_of_100_concurrent_requests_are_one_linked_trace_each(served: 
     async with AsyncClient(served.router) as client:
 
         async def one(number: int) -> str:
-            options = Options(max_tokens=3, ignore_eos=True, degrade=False)
+            options = Options(max_tokens=3, ignore_eos=True)
             answer = await client.ask(noise_png(number, 64), "what is it?", options=options)
             return answer.started.trace_id
 

@@ -44,7 +44,7 @@ def names_and_places(export: dict[str, Any]) -> list[tuple[str, str, str]]:
 def test_the_request_id_carries_the_current_span() -> None:
     context = SpanContext(int(TRACE, 16), int(SPAN, 16), is_remote=False, trace_flags=TraceFlags(1))
     arguments = trace_arguments(trace.set_span_in_context(NonRecordingSpan(context)))
-    assert parse_request_id(arguments["request_id"]) == Caller(TRACE, SPAN, sampled=True)
+    assert parse_request_id(arguments["request_id"]) == (Caller(TRACE, SPAN, sampled=True),)
     assert arguments["headers"]["traceparent"] == arguments["request_id"]
 
 
@@ -54,7 +54,7 @@ def test_nothing_is_sent_when_nothing_is_traced() -> None:
 
 @pytest.mark.parametrize("request_id", ["", "42", f"00-{TRACE}-{SPAN}", f"00-{TRACE}-{SPAN}-01-", f"00-{'x' * 32}"])
 def test_other_request_ids_name_no_caller(request_id: str) -> None:
-    assert parse_request_id(request_id) is None
+    assert parse_request_id(request_id) == ()
 
 
 @pytest.mark.parametrize("root", [None, "", "0" * 16])
@@ -83,6 +83,19 @@ def test_traces_of_other_clients_pass_unchanged_after_a_while() -> None:
     assert names_and_places(linker.link(request(), now=HOLD_S)) == [("root", OWN_TRACE, "")]
     linker.link(request(span("last")), now=HOLD_S)
     assert names_and_places(linker.flush()) == [("last", OWN_TRACE, "")]
+
+
+def test_spans_of_a_batch_are_in_the_trace_of_each_caller() -> None:
+    others = [("1" * 32, "2" * 16, "01"), ("3" * 32, "4" * 16, "00"), ("5" * 32, "6" * 16, "01")]
+    batch = ";".join(f"00-{trace_id}-{span_id}-{flags}" for trace_id, span_id, flags in others)
+    linked = SpanLinker().link(request(span("model", "root", batch), span("root")), now=0)
+    assert names_and_places(linked) == [
+        ("model", "1" * 32, "root"),
+        ("model", "5" * 32, "root"),
+        ("root", "1" * 32, "2" * 16),
+        ("root", "5" * 32, "6" * 16),
+    ]
+    assert "3" * 32 not in str(linked)
 
 
 def test_spans_of_unsampled_callers_are_dropped() -> None:

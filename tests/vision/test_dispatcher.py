@@ -39,7 +39,7 @@ class FakeEndpoint:
         return self.ready
 
     async def run(
-        self, images: Sequence[Pixels], version: str, timeout_s: float, trace: Context | None = None
+        self, images: Sequence[Pixels], version: str, timeout_s: float, traces: Sequence[Context | None] = ()
     ) -> Features:
         self.batches.append([float(image.mean()) for image in images])
         self.running += 1

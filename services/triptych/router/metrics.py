@@ -22,6 +22,9 @@ class RouterMetrics:
         self.resolutions = Counter(
             "mm_image_resolutions", "Images by resolution and why", ["detail", "reason"], registry=registry
         )
+        self.held_bytes = Gauge(
+            "mm_router_held_bytes", "Pixels and features of requests without a first token", registry=registry
+        )
         self.cache_bytes = Gauge("mm_encoder_cache_bytes", "Bytes in the encoder cache", registry=registry)
         self.hit_rate = Gauge(
             "mm_visual_cache_hit_rate", "Share of all images so far that needed no encoder", registry=registry

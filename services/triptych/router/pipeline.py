@@ -13,6 +13,7 @@ from opentelemetry.trace import Span, SpanKind
 from triptych.config import RouterSettings
 from triptych.errors import EncoderChanged, FeaturesRequired, TriptychError, Unavailable
 from triptych.router.admission import Admission, image_bytes_of
+from triptych.router.holding import Holding
 from triptych.router.metrics import RouterMetrics
 from triptych.router.readiness import REFRESH_TIMEOUT_S
 from triptych.router.request import RequestState
@@ -45,17 +46,19 @@ class Pipeline:
         self._threads = ThreadPoolExecutor(settings.preprocess_threads, thread_name_prefix="preprocess")
         self.admission = Admission(settings)
         self.cache = EncoderCache(settings.encoder_cache_bytes)
+        self.holding = Holding(settings.max_held_bytes)
         self._resolution = ResolutionManager(
             settings, lambda: Load(worker.headroom, self.admission.pending), self._metrics.resolutions
         )
         self._encode = Encode(settings, encoder, self.cache)
         self._steps: tuple[Step, ...] = (
             Intake(settings, worker, self._threads),
-            Preprocess(settings, encoder, self.cache, self._threads, self._resolution),
+            Preprocess(settings, encoder, self.cache, self._threads, self._resolution, self.holding),
             Probe(worker, encoder),
             self._encode,
         )
         self._metrics.requests.set_function(lambda: self.admission.requests)
+        self._metrics.held_bytes.set_function(lambda: self.holding.held_bytes)
         self._metrics.cache_bytes.set_function(lambda: self.cache.used_bytes)
 
     async def generate(
@@ -81,15 +84,17 @@ class Pipeline:
                 log.info("request %s failed: %s", state.request_id, error.reason)
                 raise
             finally:
-                state.release()
+                state.give_up_images()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every part's books add up, and, when no request runs, nothing is held."""
         self.admission.check_integrity()
+        self._encoder.check_integrity()
         if self.admission.requests:
             self.cache.check_integrity()
         else:
             self.cache.check_idle()
+            self.holding.check_idle()
 
     def close(self) -> None:
         """Stops the threads; work that has not begun is dropped."""
@@ -180,11 +185,11 @@ class Relay:
                             self._started = True
                             yield inference_pb2.GenerateResponse(started=self._make_started(model))
                     elif kind == "chunk":
-                        self._note_first_token()
+                        state.first_token()
                         self.chunks += 1
                         yield inference_pb2.GenerateResponse(chunk=event.chunk)
                     elif kind == "finished":
-                        self._note_first_token()
+                        state.first_token()
                         finished = True
                         yield inference_pb2.GenerateResponse(finished=self._make_finished(event.finished))
         if not finished:
@@ -196,12 +201,6 @@ class Relay:
         if any(width != model.hidden_size for width in widths):
             raise model_mismatch(model)
         return model
-
-    def _note_first_token(self) -> None:
-        first_token = self._state.durations.time_to_first_token
-        if first_token.ToNanoseconds() == 0:
-            first_token.FromNanoseconds(self._state.elapsed_ns())
-            self._state.answered()
 
     def _make_started(self, model: worker_pb2.WorkerModel) -> inference_pb2.Started:
         return inference_pb2.Started(

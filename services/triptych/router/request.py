@@ -10,6 +10,7 @@ from opentelemetry.context import Context
 
 from triptych import tensors
 from triptych.errors import StageTimeout
+from triptych.router.holding import Hold
 from triptych.v1 import generation_pb2, inference_pb2, worker_pb2
 from triptych.vision.cache import Lease
 from triptych.vision.preprocess import Pixels
@@ -88,6 +89,7 @@ class RequestState:
         deadline_s: When the client gives up, on time.monotonic's clock; None: never.
         arrival_s: When it arrived, on the same clock.
         answered: To be called at the first token.
+        hold: Room for the images' pixels and features; set by preprocess, given back at the first token.
         images: In prompt order.
         images_dropped: Whether the answer is text-only because encoding was late.
         durations: Of the stages so far.
@@ -100,6 +102,7 @@ class RequestState:
     request_id: str = ""
     arrival_s: float = field(default_factory=time.monotonic)
     answered: Callable[[], None] = field(default=lambda: None)
+    hold: Hold | None = None
     images: list[ImageState] = field(default_factory=list)
     images_dropped: bool = False
     durations: generation_pb2.StageDurations = field(default_factory=generation_pb2.StageDurations)
@@ -108,9 +111,25 @@ class RequestState:
     def __post_init__(self) -> None:
         self.request_id = self.request_id or self.request.request_id or uuid.uuid4().hex
 
+    def first_token(self) -> None:
+        """Notes that the first token has come: the images are not needed any more. May be called more than once."""
+        if self.durations.time_to_first_token.ToNanoseconds() == 0:
+            self.durations.time_to_first_token.FromNanoseconds(self.elapsed_ns())
+        self.answered()
+        self.give_up_images()
+
+    def give_up_images(self) -> None:
+        """Drops pixels and features; may be called more than once."""
+        self.release()
+        for image in self.images:
+            image.pixels = None
+        if self.hold is not None:
+            self.hold.release()
+            self.hold = None
+
     def start_over(self) -> None:
         """Forgets what the steps have found out, so that they can run again."""
-        self.release()
+        self.give_up_images()
         self.images.clear()
         self.degradations.clear()
 

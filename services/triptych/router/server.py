@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from triptych.config import RouterSettings
-from triptych.errors import Unavailable
+from triptych.errors import InvalidRequest, Unavailable
 from triptych.router.metrics import RouterMetrics
 from triptych.router.pipeline import Pipeline, model_mismatch
 from triptych.router.readiness import Readiness
@@ -133,9 +133,25 @@ def scheduled_encoder(settings: RouterSettings, metrics: VisionMetrics) -> Sched
         settings.encode_batch_timeout_s,
         settings.encode_lift_s,
     )
-    addresses = [address.strip() for address in settings.triton.split(",") if address.strip()]
-    pool = EncoderPool([TritonEncoder(address, settings.vision_model) for address in addresses])
+    addresses, counters = _listed(settings.triton), _listed(settings.triton_metrics)
+    if counters and len(counters) != len(addresses):
+        raise InvalidRequest(f"triton names {len(addresses)} addresses, triton_metrics {len(counters)}")
+    pool = EncoderPool(
+        [
+            TritonEncoder(
+                address,
+                settings.vision_model,
+                shared_memory=settings.encode_shared_memory,
+                metrics_address=counters[index] if counters else None,
+            )
+            for index, address in enumerate(addresses)
+        ]
+    )
     return ScheduledEncoder(pool, limits, settings.encode_max_pixels, settings.encode_max_waiting, metrics)
+
+
+def _listed(addresses: str) -> list[str]:
+    return [address.strip() for address in addresses.split(",") if address.strip()]
 
 
 async def serve(settings: RouterSettings) -> None:

@@ -16,6 +16,7 @@ from opentelemetry.trace import SpanKind
 
 from triptych.config import RouterSettings
 from triptych.errors import InvalidRequest, StageTimeout, TriptychError, Unavailable
+from triptych.router.holding import Holding
 from triptych.router.request import ImageState, RequestState
 from triptych.router.resolution import ResolutionManager, detail_name, reason_name
 from triptych.router.validation import validate
@@ -85,7 +86,10 @@ class Preprocess:
         cache: EncoderCache,
         threads: ThreadPoolExecutor,
         resolution: ResolutionManager,
+        holding: Holding,
     ) -> None:
+        self._queue_timeout_s = settings.queue_timeout_s
+        self._holding = holding
         self._limits = image_limits(settings)
         self._encoder = encoder
         self._cache = cache
@@ -100,6 +104,9 @@ class Preprocess:
         if spec is None:
             raise Unavailable("the vision encoder has not been reached yet", reason="ENCODER_UNAVAILABLE")
         self._resolution.choose(state)
+        # As much as what was asked for would take: a lowered image may be prepared as asked after all.
+        size_bytes = sum(held_bytes(spec, encoded_side(image.requested, spec)) for image in state.images)
+        state.hold = await self._holding.acquire(size_bytes, state.within_deadline(self._queue_timeout_s))
         with state.timed("preprocess"), self._encoder.expect():
             await run_all(self._prepare(image, state, spec) for image in state.images)
         self._resolution.note(state)
@@ -214,6 +221,11 @@ class Encode:
                 explanation=f"the images were not encoded within encode_timeout_s={self._timeout_s:g} and left out",
             )
         )
+
+
+def held_bytes(spec: EncoderSpec, side: int) -> int:
+    """Returns the bytes of an image's pixels and features."""
+    return 4 * (3 * side * side + spec.token_count(side) * spec.hidden_size)
 
 
 def image_limits(settings: RouterSettings) -> ImageLimits:

@@ -10,6 +10,8 @@ from typing import Any
 from triptych.errors import Unavailable
 
 # A proxy from the environment must never come between services.
+_PENDING = "nv_inference_pending_request_count"
+
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -68,6 +70,17 @@ def broken_models(address: str) -> dict[str, str]:
         # An older version that was replaced is UNAVAILABLE too, beside a READY one.
         if model.get("state") == "UNAVAILABLE" and model["name"] not in ready
     }
+
+
+def pending_requests(metrics_address: str, timeout_s: float = 2.0) -> int:
+    """Returns how many requests wait in a Triton, by its metrics at host:port; 0 where it does not tell."""
+    try:
+        with _opener.open(f"http://{metrics_address}/metrics", timeout=timeout_s) as response:
+            lines = response.read().decode("utf-8", "replace").splitlines()
+        counts = [line.rpartition(" ")[2] for line in lines if line.startswith(_PENDING)]
+        return int(max(map(float, counts), default=0.0))
+    except (OSError, ValueError):
+        return 0
 
 
 def _failure(what: str, reason: str, lines: list[str]) -> Unavailable:

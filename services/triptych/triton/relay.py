@@ -31,6 +31,9 @@ REMEMBERED_TRACES = 10_000
 
 FORWARD_TIMEOUT_S = 5.0
 
+REQUEST_ID = "triton.request_id"
+"""The attribute in which Triton writes a request's id on its spans."""
+
 Span = dict[str, Any]
 
 
@@ -38,12 +41,13 @@ class SpanLinker:
     """Rewrites trace ids and root parents of Triton's spans. Pure but for its memory; not thread-safe.
 
     A trace of Triton's is known once one of its spans carries a request id that `trace_arguments` made; then all its
-    spans move into the caller's trace and its root becomes the caller span's child. Spans whose caller was not sampled
-    are dropped. Spans of traces without such a request id pass unchanged after HOLD_S.
+    spans move into the caller's trace and its root becomes the caller span's child; a batch's spans are copied into the
+    trace of each of its callers. Spans whose caller was not sampled are dropped. Spans of traces without such a request
+    id pass unchanged after HOLD_S.
     """
 
     def __init__(self) -> None:
-        self._callers: OrderedDict[str, Caller] = OrderedDict()
+        self._callers: OrderedDict[str, tuple[Caller, ...]] = OrderedDict()
         self._held: list[tuple[float, dict[str, Any], dict[str, Any], Span]] = []
 
     def link(self, export: dict[str, Any], now: float) -> dict[str, Any]:
@@ -59,10 +63,10 @@ class SpanLinker:
 
     def _learn(self, span: Span) -> None:
         for attribute in span.get("attributes", ()):
-            if attribute["key"] == "triton.request_id":
-                caller = parse_request_id(attribute["value"].get("stringValue", ""))
-                if caller is not None:
-                    self._callers[span["traceId"]] = caller
+            if attribute["key"] == REQUEST_ID:
+                callers = parse_request_id(attribute["value"].get("stringValue", ""))
+                if callers:
+                    self._callers[span["traceId"]] = callers
         while len(self._callers) > REMEMBERED_TRACES:
             self._callers.popitem(last=False)
 
@@ -70,24 +74,30 @@ class SpanLinker:
         self._held = []
         batches: list[dict[str, Any]] = []
         for since, resource, scope, span in spans:
-            caller = self._callers.get(span["traceId"])
-            if caller is None and not expired(since):
+            callers = self._callers.get(span["traceId"])
+            if callers is None and not expired(since):
                 self._held.append((since, resource, scope, span))
                 continue
-            if caller is not None and not caller.sampled:
+            linked = [span] if callers is None else [join_trace(span, caller) for caller in callers if caller.sampled]
+            if not linked:
                 continue
-            linked = span if caller is None else join_trace(span, caller)
             if not batches or batches[-1]["resource"] != resource or batches[-1]["scopeSpans"][0]["scope"] != scope:
                 batches.append({"resource": resource, "scopeSpans": [{"scope": scope, "spans": []}]})
-            batches[-1]["scopeSpans"][0]["spans"].append(linked)
+            batches[-1]["scopeSpans"][0]["spans"].extend(linked)
         return {"resourceSpans": batches}
 
 
 def join_trace(span: Span, caller: Caller) -> Span:
-    """Returns the span as part of the caller's trace; a root becomes the child of the caller's span."""
+    """Returns the span as part of the caller's trace; a root becomes the child of the caller's span.
+
+    Of a request id that names a whole batch only the caller's part is left.
+    """
     parent = span.get("parentSpanId", "")
     is_root = not parent.strip("0")  # Exporters write no parent, an empty one, or zeros.
-    return {**span, "traceId": caller.trace_id, "parentSpanId": caller.span_id if is_root else parent}
+    own_id = {"key": REQUEST_ID, "value": {"stringValue": f"{caller.trace_id}-{caller.span_id}"}}
+    attributes = [own_id if one["key"] == REQUEST_ID else one for one in span.get("attributes", ())]
+    place = {"traceId": caller.trace_id, "parentSpanId": caller.span_id if is_root else parent}
+    return {**span, "attributes": attributes, **place}
 
 
 def iterate_spans(export: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], Span]]:

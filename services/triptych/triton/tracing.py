@@ -8,6 +8,8 @@ help: with a trailing dash 0 of 400 were linked. Triton's main branch of 2026 ha
 What does arrive every time is the request id, which Triton writes on the spans of every model that the request passes
 through, an ensemble's steps included. So the caller's context travels as the request id, and `relay.SpanRelay`, between
 Triton and the collector, puts the spans where they belong. The header goes along for a Triton that has no relay.
+
+A batch is one request on behalf of many: its id names all of them, and each trace gets the spans.
 """
 
 import re
@@ -19,6 +21,7 @@ from opentelemetry.context import Context
 
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _SAMPLED = 0x01
+_SEPARATOR = ";"
 
 
 class TraceArguments(TypedDict, total=False):
@@ -37,18 +40,21 @@ class Caller:
     sampled: bool
 
 
-def trace_arguments(context: Context | None = None) -> TraceArguments:
-    """Returns what links Triton's spans to `context` (default: the current one): `client.infer(..., **arguments)`."""
-    carrier: dict[str, str] = {}
-    propagate.inject(carrier, context)
-    if "traceparent" not in carrier:
+def trace_arguments(*contexts: Context | None) -> TraceArguments:
+    """Returns what links Triton's spans to each context (None: the current one): `client.infer(..., **arguments)`."""
+    carriers: list[dict[str, str]] = []
+    for context in contexts or (None,):
+        carrier: dict[str, str] = {}
+        propagate.inject(carrier, context)
+        if "traceparent" in carrier:
+            carriers.append(carrier)
+    if not carriers:
         return {}
-    return {"request_id": carrier["traceparent"], "headers": carrier}
+    return {"request_id": _SEPARATOR.join(carrier["traceparent"] for carrier in carriers), "headers": carriers[0]}
 
 
-def parse_request_id(request_id: str) -> Caller | None:
-    """Returns the caller that `trace_arguments` wrote into a request id, or None if somebody else chose the id."""
-    match = _TRACEPARENT.fullmatch(request_id)
-    if match is None:
-        return None
-    return Caller(match[1], match[2], bool(int(match[3], 16) & _SAMPLED))
+def parse_request_id(request_id: str) -> tuple[Caller, ...]:
+    """Returns the callers that `trace_arguments` wrote into a request id; none if somebody else chose the id."""
+    matches = [_TRACEPARENT.fullmatch(part) for part in request_id.split(_SEPARATOR)]
+    callers = [Caller(match[1], match[2], bool(int(match[3], 16) & _SAMPLED)) for match in matches if match]
+    return tuple(callers) if len(callers) == len(matches) else ()

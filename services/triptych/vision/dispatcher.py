@@ -86,6 +86,7 @@ class ScheduledEncoder:
         self._queue = VisionQueue()
         self._jobs: dict[Item, _Job] = {}
         self._batches: dict[_Job, _Batch] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._expected = 0
         self._count = 0
         self._timer: asyncio.Handle | None = None
@@ -168,7 +169,7 @@ class ScheduledEncoder:
             self._fail(job, unready("the router stops"))
         if self._timer is not None:
             self._timer.cancel()
-        tasks = {batch.task for batch in self._batches.values() if batch.task is not None}
+        tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -181,8 +182,8 @@ class ScheduledEncoder:
             raise IntegrityError("vision scheduler: the queue and its images disagree")
         if any(job in self._batches for job in self._jobs.values()):
             raise IntegrityError("vision scheduler: an image is both waiting and under way")
-        if not self._batches and not self._jobs:
-            self._pool.check_integrity()
+        if not self._tasks:
+            self._pool.check_idle()
 
     def _admit(
         self, pixels: Pixels, timeout_s: float, trace: Context | None, priority: EncodeClass, version: str | None
@@ -302,6 +303,8 @@ class ScheduledEncoder:
         self._metrics.batch_pixels.observe(plan.pixels)
         self._metrics.flight_pixels.labels(address).inc(plan.pixels)
         batch.task = asyncio.create_task(self._run(batch, plan), name="encode batch")
+        self._tasks.add(batch.task)
+        batch.task.add_done_callback(self._tasks.discard)
 
     async def _run(self, batch: _Batch, plan: BatchPlan) -> None:
         """Sends a batch, then gives each of its jobs features or an error, or puts it back."""
@@ -313,7 +316,7 @@ class ScheduledEncoder:
         try:
             images = [job.pixels for job in jobs]
             timeout_s = self._timeout_s(batch)
-            features = await member.endpoint.run(images, jobs[0].version, timeout_s, jobs[0].trace)
+            features = await member.endpoint.run(images, jobs[0].version, timeout_s, [job.trace for job in jobs])
             healthy = True
         except TriptychError as failure:
             error = failure
@@ -345,8 +348,9 @@ class ScheduledEncoder:
     def _timeout_s(self, batch: _Batch) -> float:
         """Returns how long the batch may take: while anybody waits, or less where another encoder could do it."""
         left_s = max(0.001, max(job.deadline_s for job in batch.jobs) - self._clock())
+        last = any(job.attempts >= _ATTEMPTS for job in batch.jobs)
         alternatives = len(self._pool.serving(batch.jobs[0].version)) > 1
-        return min(left_s, batch.slow_s) if alternatives else left_s
+        return min(left_s, batch.slow_s) if alternatives and not last else left_s
 
     def _retry(self, job: _Job, member: Member, error: TriptychError, *, shared: bool) -> None:
         """Puts a job back into its place where another encoder, or being alone, may help; else it fails."""
@@ -382,11 +386,9 @@ def _deliver(job: _Job, features: Features) -> None:
 
 
 def _describe(jobs: tuple[_Job, ...], plan: BatchPlan, started_s: float, member: Member) -> None:
-    """Writes on each image's span which batch it was in; Triton's own spans hang below the first image's."""
-    first = tracing.get_current_span(jobs[0].trace).get_span_context()
+    """Writes on each image's span which batch it was in."""
     for job in jobs:
-        span = tracing.get_current_span(job.trace)
-        span.set_attributes(
+        tracing.get_current_span(job.trace).set_attributes(
             {
                 "triptych.batch.images": len(jobs),
                 "triptych.batch.pixels": plan.pixels,
@@ -394,5 +396,3 @@ def _describe(jobs: tuple[_Job, ...], plan: BatchPlan, started_s: float, member:
                 "triptych.queue_ms": round(1000 * (started_s - job.item.arrival_s), 3),
             }
         )
-        if job is not jobs[0] and first.is_valid:
-            span.set_attribute("triptych.batch.trace_id", f"{first.trace_id:032x}")

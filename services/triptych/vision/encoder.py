@@ -1,7 +1,8 @@
 """The encoder as the router sees it, and what a single Triton is asked."""
 
+import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -15,17 +16,22 @@ from tritonclient.utils import InferenceServerException
 
 from triptych.errors import EncoderChanged, Overloaded, StageTimeout, TriptychError
 from triptych.rpc.channel import OPTIONS
+from triptych.triton.readiness import pending_requests
 from triptych.triton.tracing import trace_arguments
 from triptych.vision.encoder_spec import EncoderSpec, newest, unready
 from triptych.vision.encoder_versions import read_versions
 from triptych.vision.preprocess import Pixels
 from triptych.vision.scheduler import EncodeClass
+from triptych.vision.shared_input import Region, SharedRegions
 
 log = logging.getLogger(__name__)
 
 Features = npt.NDArray[np.float32]
 
 _INPUT, _OUTPUT = "pixel_values", "image_features"
+
+_COPY_BYTES = 4 << 20
+"""Copies of this size or more are made off the event loop; this many bytes take about a millisecond."""
 
 
 class Encoder(Protocol):
@@ -62,6 +68,9 @@ class Encoder(Protocol):
         (ENCODER_FAILED) when the answer is not what was promised.
         """
 
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless its books add up."""
+
     async def close(self) -> None:
         """Ends all connections."""
 
@@ -89,11 +98,11 @@ class Endpoint(Protocol):
         """Looks whether it is ready and what it serves, and returns `ready`. Never raises."""
 
     async def run(
-        self, images: Sequence[Pixels], version: str, timeout_s: float, trace: Context | None = None
+        self, images: Sequence[Pixels], version: str, timeout_s: float, traces: Sequence[Context | None] = ()
     ) -> Features:
         """Returns the features of images of one shape: n of [3, height, width] to [n, tokens, hidden_size], float32.
 
-        They may hold values that are not finite. Raises as `Encoder.encode`.
+        They may hold values that are not finite. `traces` are the images' callers. Raises as `Encoder.encode`.
         """
 
     async def close(self) -> None:
@@ -101,12 +110,18 @@ class Endpoint(Protocol):
 
 
 class TritonEncoder:
-    """The vision model of one Triton, over gRPC."""
+    """The vision model of one Triton, over gRPC; pixels go through shared memory where that can be."""
 
-    def __init__(self, address: str, model: str) -> None:
+    def __init__(
+        self, address: str, model: str, *, shared_memory: bool = True, metrics_address: str | None = None
+    ) -> None:
+        """`metrics_address` is where Triton tells Prometheus how many requests wait in it; None: `pending` stays 0."""
         self._address = address
+        self._metrics_address = metrics_address
+        self._pending = 0
         self._model = model
         self._client = InferenceServerClient(address, channel_args=OPTIONS)
+        self._regions = SharedRegions(self._client) if shared_memory else None
         self._versions: Mapping[str, EncoderSpec] = {}
         self._ready = False
         self._obstacle = ""  # What was last logged, so that a poll each second does not fill the log.
@@ -129,7 +144,7 @@ class TritonEncoder:
     @property
     def pending(self) -> int:
         """See Endpoint."""
-        return 0
+        return self._pending
 
     async def refresh(self, timeout_s: float) -> bool:
         """See Endpoint. Reading everything each time costs a few small calls and notices a new version by itself."""
@@ -143,32 +158,65 @@ class TritonEncoder:
         if versions != self._versions or not self._ready:
             log.info("encoder at %s is ready: %s version %s", self._address, self._model, newest(versions).version)
         self._versions, self._ready, self._obstacle = versions, True, ""
+        if self._metrics_address is not None:
+            self._pending = await asyncio.to_thread(pending_requests, self._metrics_address, timeout_s)
         return True
 
     async def run(
-        self, images: Sequence[Pixels], version: str, timeout_s: float, trace: Context | None = None
+        self, images: Sequence[Pixels], version: str, timeout_s: float, traces: Sequence[Context | None] = ()
     ) -> Features:
         """See Endpoint."""
         spec = self._versions.get(version)
         if spec is None:
             raise EncoderChanged(f"version {version} of the vision encoder is not served at {self._address}")
-        batch = InferInput(_INPUT, [len(images), *images[0].shape], "FP32")
-        batch.set_data_from_numpy(images[0][np.newaxis] if len(images) == 1 else np.stack(images))
+        region = await self._regions.take(len(images) * images[0].nbytes) if self._regions is not None else None
         try:
+            batch = await _in_background(len(images) * images[0].nbytes, _batch_input, images, region)
             result = await self._client.infer(
                 spec.model,
                 [batch],
                 outputs=[InferRequestedOutput(_OUTPUT)],
                 client_timeout=timeout_s,
-                **trace_arguments(trace),
+                **trace_arguments(*traces),
             )
         except InferenceServerException as error:
+            if region is not None and "shared memory region" in str(error.message()):
+                # Triton was restarted: it knows no region any more.
+                return await self._run_again(region, images, version, timeout_s, traces)
             raise _from_triton(error, timeout_s) from None
+        finally:
+            if region is not None and self._regions is not None:
+                self._regions.give(region)
         return _checked(result.as_numpy(_OUTPUT), len(images), spec, images[0].shape[1:])
+
+    async def _run_again(
+        self, region: Region, images: Sequence[Pixels], version: str, timeout_s: float, traces: Sequence[Context | None]
+    ) -> Features:
+        assert self._regions is not None  # The region is one of its.
+        self._regions.give(region)
+        self._regions.forget()
+        return await self.run(images, version, timeout_s, traces)
 
     async def close(self) -> None:
         """See Endpoint."""
+        if self._regions is not None:
+            await self._regions.close()
         await self._client.close()
+
+
+def _batch_input(images: Sequence[Pixels], region: Region | None) -> InferInput:
+    """Returns images of one shape as Triton's input, their bytes in the region or, without one, in the message."""
+    batch = InferInput(_INPUT, [len(images), *images[0].shape], "FP32")
+    if region is not None:
+        batch.set_shared_memory(region.name, region.write(images))
+    else:
+        batch.set_data_from_numpy(images[0][np.newaxis] if len(images) == 1 else np.stack(images))
+    return batch
+
+
+async def _in_background(size_bytes: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function that copies so many bytes: in a thread where that would hold up the event loop."""
+    return function(*arguments) if size_bytes < _COPY_BYTES else await asyncio.to_thread(function, *arguments)
 
 
 def _checked(features: Any, images: int, spec: EncoderSpec, size: tuple[int, ...]) -> Features:

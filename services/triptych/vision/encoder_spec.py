@@ -55,6 +55,11 @@ class EncoderSpec:
         return json.dumps([self.image_mean, self.image_std, self.rescale_factor, self.resample, self.patch_size])
 
 
+def versioned_name(model: str, version: int | str) -> str:
+    """Returns the name of the ensemble that is one version of a vision model."""
+    return f"{model}_v{version}"
+
+
 def newest(versions: Mapping[str, EncoderSpec]) -> EncoderSpec:
     """Returns the spec of the highest version; there must be one."""
     return versions[max(versions, key=lambda name: int(name) if name.isdigit() else -1)]

@@ -12,14 +12,17 @@ import grpc
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
-from triptych.vision.encoder_spec import PARAMETER, EncoderSpec, misconfigured, newest, parse_encoder_spec, unready
+from triptych.vision.encoder_spec import (
+    PARAMETER,
+    EncoderSpec,
+    misconfigured,
+    newest,
+    parse_encoder_spec,
+    unready,
+    versioned_name,
+)
 
 READY = "READY"
-
-
-def versioned_name(model: str, version: int | str) -> str:
-    """Returns the name of the ensemble that is one version of a vision model."""
-    return f"{model}_v{version}"
 
 
 async def read_versions(client: InferenceServerClient, model: str, timeout_s: float) -> Mapping[str, EncoderSpec]:

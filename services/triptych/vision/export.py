@@ -9,21 +9,24 @@ import onnxruntime
 import torch
 
 from triptych.errors import InvalidRequest
+from triptych.vision.encoder_spec import versioned_name
 from triptych.vision.export_checkpoint import VisionCheckpoint, read_checkpoint
 from triptych.vision.export_graph import Projector, VisionEncoder, check_onnx, write_encoder, write_projector
 from triptych.vision.export_repository import (
+    KEPT_VERSIONS,
     TensorText,
     ensemble_config,
     onnx_config,
     publish,
     stage_model,
     staging_area,
+    versioned_ensembles,
 )
 
 ENCODER, PROJECTOR, ENSEMBLE = "vision_encoder", "projector", "vision"
 
-MAX_BATCH_SIZE = 16
-"""Most images in one run of the encoder."""
+MAX_BATCH_SIZE = 256
+"""Most images in one run of the encoder; it is the router's pixel budget that bounds them."""
 
 
 def export(
@@ -56,17 +59,14 @@ def export(
         encoder_file = stage_model(area, repository, ENCODER, version, encoder_config) / "model.onnx"
         projector_config = onnx_config(PROJECTOR, features, projected, MAX_BATCH_SIZE, cpu_accelerator=accelerator)
         projector_file = stage_model(area, repository, PROJECTOR, version, projector_config) / "model.onnx"
-        ensemble = ensemble_config(
-            ENSEMBLE,
-            (ENCODER, PROJECTOR),
-            pixels,
-            features,
-            projected,
-            MAX_BATCH_SIZE,
-            {"triptych": router_parameter(checkpoint)},
-        )
-        # An ensemble has no file of its own, but Triton wants the folder, and git keeps none that is empty.
-        (stage_model(area, repository, ENSEMBLE, version, ensemble) / ".gitkeep").touch()
+        # The router asks for one version by its name; `vision` is whatever is the newest, for everybody else.
+        ensembles = {ENSEMBLE: -1, versioned_name(ENSEMBLE, version): version}
+        for name, pinned in ensembles.items():
+            parameters = {"triptych": router_parameter(checkpoint)}
+            models = (ENCODER, PROJECTOR)
+            config = ensemble_config(name, models, pixels, features, projected, MAX_BATCH_SIZE, parameters, pinned)
+            # An ensemble has no file of its own, but Triton wants the folder, and git keeps none that is empty.
+            (stage_model(area, repository, name, version, config) / ".gitkeep").touch()
         preprocessing = checkpoint.preprocessing
         progress(f"exporting {ENCODER} ({count_parameters(encoder)}, {len(encoder.layers)} layers)")
         write_encoder(encoder, encoder_file, preprocessing.patch_size)
@@ -75,11 +75,14 @@ def export(
         progress("comparing with torch")
         outputs = check_onnx(encoder_file, encoder, *probe_images(preprocessing.image_side, preprocessing.patch_size))
         check_onnx(projector_file, projector, *outputs)
-        publish(area, repository, (ENCODER, PROJECTOR, ENSEMBLE))
+        old = versioned_ensembles(repository, ENSEMBLE) - {version}
+        dropped = sorted(old, reverse=True)[KEPT_VERSIONS - 1 :]
+        names = [ENCODER, PROJECTOR, *ensembles, *(versioned_name(ENSEMBLE, number) for number in dropped)]
+        publish(area, repository, tuple(names))
     progress(f"wrote {repository}: {ENCODER}, {PROJECTOR} and {ENSEMBLE}, version {version}")
-    served = max(int(entry.name) for entry in (repository / ENCODER).iterdir() if entry.name.isdigit())
+    served = max(versioned_ensembles(repository, ENSEMBLE))
     if served > version:
-        progress(f"note: Triton serves the highest version, which is {served}, not {version}")
+        progress(f"note: the highest version is served, which is {served}, not {version}")
 
 
 def best_accelerator() -> str | None:

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triptych.errors import InvalidRequest
+
+KEPT_VERSIONS = 2
+"""Versions of the vision model that are served at the same time."""
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -38,7 +42,9 @@ def onnx_config(
     max_queue_size: int = 256,
     cpu_accelerator: str | None = None,
 ) -> str:
-    """Returns the config.pbtxt of an ONNX model that is batched dynamically.
+    """Returns the config.pbtxt of an ONNX model that is batched dynamically and serves its two newest versions.
+
+    Two, so that requests that began with the old one end with it, and going back is only a matter of names.
 
     `cpu_accelerator` is one that the server's onnxruntime has, "openvino"; without it the model still runs.
 
@@ -50,6 +56,11 @@ def onnx_config(
 name: "{name}"
 backend: "onnxruntime"
 max_batch_size: {max_batch_size}
+version_policy {{
+  latest {{
+    num_versions: {KEPT_VERSIONS}
+  }}
+}}
 {_tensors("input", source)}
 {_tensors("output", target)}
 instance_group [
@@ -79,8 +90,12 @@ def ensemble_config(
     target: TensorText,
     max_batch_size: int,
     parameters: Mapping[str, str],
+    version: int = -1,
 ) -> str:
-    """Returns the config.pbtxt of an ensemble that runs the first model, then the second, inside Triton."""
+    """Returns the config.pbtxt of an ensemble that runs the first model, then the second, inside Triton.
+
+    `version` is that of both models; -1: whichever is the newest at the moment.
+    """
     first, second = models
     return f"""\
 # Written by `triptych export`; a later export writes it again.
@@ -91,8 +106,8 @@ max_batch_size: {max_batch_size}
 {_tensors("output", target)}
 ensemble_scheduling {{
   step [
-    {_step(first, source.name, source.name, between.name, between.name)},
-    {_step(second, between.name, between.name, target.name, target.name)}
+    {_step(first, version, source.name, source.name, between.name, between.name)},
+    {_step(second, version, between.name, between.name, target.name, target.name)}
   ]
 }}
 {chr(10).join(_parameter(key, value) for key, value in parameters.items())}
@@ -125,10 +140,10 @@ def _accelerator(name: str | None) -> str:
 """
 
 
-def _step(model: str, input_name: str, input_value: str, output_name: str, output_value: str) -> str:
+def _step(model: str, version: int, input_name: str, input_value: str, output_name: str, output_value: str) -> str:
     return f"""{{
       model_name: "{model}"
-      model_version: -1
+      model_version: {version}
       input_map {{
         key: "{input_name}"
         value: "{input_value}"
@@ -193,8 +208,17 @@ def stage_model(area: Path, repository: Path, name: str, version: int, config: s
     return staged / str(version)
 
 
+def versioned_ensembles(repository: Path, model: str) -> set[int]:
+    """Returns the versions of a vision model that have an ensemble of their own in the repository."""
+    pattern = re.compile(rf"{re.escape(model)}_v([0-9]+)")
+    return {int(match[1]) for entry in repository.iterdir() if (match := pattern.fullmatch(entry.name))}
+
+
 def publish(area: Path, repository: Path, names: tuple[str, ...]) -> None:
-    """Puts the staged models into the repository, in order; on an error those already in place go back."""
+    """Puts the staged models into the repository, in order; on an error those already in place go back.
+
+    A model that is not staged is taken out of the repository.
+    """
     done: list[str] = []
     try:
         for name in names:

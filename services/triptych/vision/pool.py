@@ -169,7 +169,7 @@ class EncoderPool:
         """Ends all connections."""
         await asyncio.gather(*(member.endpoint.close() for member in self.members))
 
-    def check_integrity(self) -> None:
+    def check_idle(self) -> None:
         """Raises IntegrityError unless no encoder has anything under way."""
         if any(member.flying for member in self.members):
-            raise IntegrityError("a batch is booked in an encoder although no image waits for it")
+            raise IntegrityError("a batch is booked in an encoder although none is under way")

@@ -112,7 +112,8 @@ def next_ceiling(present: Ceiling, load: Load, thresholds: Thresholds, now_s: fl
 def choose_detail(requested: Detail, ceiling: Ceiling, *, economy: bool) -> tuple[Detail, int]:
     """Returns the resolution for an image and its reason: never higher than requested, one step lower for economy."""
     requested = requested or HIGH
-    detail, reason = requested, inference_pb2.RESOLUTION_REASON_REQUESTED
+    detail: Detail = requested
+    reason: int = inference_pb2.RESOLUTION_REASON_REQUESTED
     if ceiling.detail > requested:
         detail, reason = ceiling.detail, ceiling.reason
     if economy and detail < THUMBNAIL:

@@ -3,7 +3,7 @@
 Triton loads this file inside the Python backend's stub, alone: it may not import triptych. It reads the same
 `config.pbtxt` as the C++ backend: `max_batch_size`, `instance_group`, `default_model_filename`, the execution
 accelerators `openvino` (CPU), `tensorrt` and `cuda` (GPU), and the parameters `intra_op_thread_count`,
-`inter_op_thread_count` and `execution_mode`.
+`inter_op_thread_count`, `execution_mode` and `enable_mem_arena`.
 """
 
 import json
@@ -157,6 +157,8 @@ def open_session(path: Path, config: dict[str, Any], *, device: int | None = Non
     # Idle threads that spin would take the cores that prefill and decode need on the same machine.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    # ONNX Runtime keeps the memory of its largest run for the next, unless told otherwise.
+    options.enable_cpu_mem_arena = parameter(config, "enable_mem_arena", 1) != 0
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
@@ -212,9 +214,9 @@ def has_bfloat16(cpuinfo: Path) -> bool:
     return "avx512_bf16" in words or "amx_bf16" in words
 
 
-def parameter(config: dict[str, Any], name: str) -> int:
-    """Returns a whole-number parameter of the config, 0 (ONNX Runtime's own choice) when it is absent."""
-    text = config.get("parameters", {}).get(name, {}).get("string_value", "0")
+def parameter(config: dict[str, Any], name: str, default: int = 0) -> int:
+    """Returns a whole-number parameter of the config, `default` when it is absent (0: ONNX Runtime's own choice)."""
+    text = config.get("parameters", {}).get(name, {}).get("string_value", str(default))
     try:
         value = int(text)
     except ValueError:
