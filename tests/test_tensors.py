@@ -1,5 +1,7 @@
 """Tensors survive the message, inline and shared; what does not fit together is refused."""
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +37,19 @@ def test_a_shared_tensor_comes_back_equal_and_its_memory_is_gone_afterwards() ->
     assert not Path("/dev/shm", name).exists()
     with pytest.raises(InvalidRequest, match="cannot be opened"):
         from_proto(tensor)
+
+
+def test_a_tensor_that_finds_no_room_in_shared_memory_is_inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = set(Path("/dev/shm").iterdir())
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    array = np.arange(6, dtype=np.float32)
+    with shared_proto(array) as tensor:
+        assert tensor.WhichOneof("payload") == "inline"
+        np.testing.assert_array_equal(from_proto(tensor), array)
+    assert not {path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("psm_")}
 
 
 def test_shared_memory_is_released_when_the_sender_fails() -> None:

@@ -62,11 +62,37 @@ def from_proto(tensor: tensor_pb2.Tensor) -> Array:
     return np.frombuffer(data, dtype).reshape(tuple(tensor.shape))
 
 
+def create_shared(size_bytes: int) -> shared_memory.SharedMemory:
+    """Returns a new shared memory object whose pages are all there.
+
+    Raises OSError when there is no room for them: writing to an object without pages would kill the process.
+    """
+    block = shared_memory.SharedMemory(create=True, size=max(1, size_bytes))
+    try:
+        descriptor = os.open(f"/dev/shm/{block.name.lstrip('/')}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, max(1, size_bytes))
+        finally:
+            os.close(descriptor)
+    except BaseException:
+        block.close()
+        block.unlink()
+        raise
+    return block
+
+
 @contextmanager
 def shared_proto(array: Array) -> Iterator[tensor_pb2.Tensor]:
-    """Puts an array into a new shared memory object and yields the tensor that names it; unlinks on exit, always."""
+    """Puts an array into a new shared memory object and yields the tensor that names it; unlinks on exit, always.
+
+    Where there is no room for one, the tensor is inline.
+    """
     data_type = _type_of(array)
-    block = shared_memory.SharedMemory(create=True, size=max(1, array.nbytes))
+    try:
+        block = create_shared(array.nbytes)
+    except OSError:
+        yield to_proto(array)
+        return
     try:
         np.ndarray(array.shape, array.dtype, block.buf)[...] = array
         name = block.name.lstrip("/")

@@ -3,6 +3,7 @@
 import asyncio
 import io
 
+import psutil
 import pytest
 from PIL import Image
 
@@ -129,7 +130,10 @@ async def test_200_image_requests_at_once_all_end(served: Up) -> None:
             kinds = {degradation.kind for degradation in answer.finished.degradations}
             return "text only" if inference_pb2.DEGRADATION_KIND_TEXT_ONLY in kinds else "answered"
 
+        router = next(p for p in psutil.Process(served.process.pid).children(recursive=True) if "router" in p.cmdline())
+        before = router.memory_info().rss
         outcomes = await asyncio.gather(*(one(8000 + number) for number in range(200)))
+        assert router.memory_info().rss - before < 300 << 20
     assert not [outcome for outcome in outcomes if outcome.startswith("lost")], set(outcomes)
     assert outcomes.count("answered") >= 100, {outcome: outcomes.count(outcome) for outcome in set(outcomes)}
     await wait_idle(served.worker)

@@ -48,6 +48,16 @@ def test_the_request_id_carries_the_current_span() -> None:
     assert arguments["headers"]["traceparent"] == arguments["request_id"]
 
 
+def test_a_batch_names_all_its_callers_and_has_no_header() -> None:
+    contexts = [
+        trace.set_span_in_context(NonRecordingSpan(SpanContext(number, number, False, TraceFlags(1))))
+        for number in (1, 2)
+    ]
+    arguments = trace_arguments(*contexts, trace.set_span_in_context(trace.INVALID_SPAN))
+    assert [caller.span_id for caller in parse_request_id(arguments["request_id"])] == ["0" * 15 + "1", "0" * 15 + "2"]
+    assert "headers" not in arguments
+
+
 def test_nothing_is_sent_when_nothing_is_traced() -> None:
     assert trace_arguments(trace.set_span_in_context(trace.INVALID_SPAN)) == {}
 

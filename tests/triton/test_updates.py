@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tritonclient.grpc.aio import InferenceServerClient
 
 from tests.triton.checkpoints import reference_features, write_checkpoint
 from tests.triton.conftest import settings_for, silent
+from triptych.commands.status import look
 from triptych.errors import EncoderChanged, TriptychError
+from triptych.triton.readiness import broken_versions
 from triptych.triton.server import TritonServer
 from triptych.vision.dispatcher import ScheduledEncoder
 from triptych.vision.encoder import Features, TritonEncoder
@@ -40,9 +43,9 @@ def repository(exported: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(exported, tmp_path / "model_repository"))
 
 
-@pytest.fixture(params=["poll"])
-def server(repository: Path, request: pytest.FixtureRequest) -> Iterator[TritonServer]:
-    with TritonServer(settings_for(repository, control_mode=request.param), die_with_parent=True) as server:
+@pytest.fixture
+def server(repository: Path) -> Iterator[TritonServer]:
+    with TritonServer(settings_for(repository, control_mode="poll"), die_with_parent=True) as server:
         yield server
 
 
@@ -147,3 +150,43 @@ async def test_removing_the_folders_of_a_version_by_hand_is_a_rollback_too(
             shutil.rmtree(repository / name)
         await asked.until_only("1")
     asked.check("1", "2")
+
+
+async def test_explicit_loading_changes_versions_too(
+    repository: Path, checkpoint: Path, other: Path, tmp_path: Path
+) -> None:
+    settings = settings_for(repository, control_mode="explicit")
+    with TritonServer(settings, die_with_parent=True) as server:
+        async with traffic(server, checkpoint, other) as asked, InferenceServerClient(server.grpc_address) as triton:
+            await asyncio.to_thread(export, other, repository, 2, silent)
+            await triton.load_model("vision_v2")
+            await asked.until_only("2")
+            await triton.unload_model("vision_v2")
+            await asked.until_only("1")
+        asked.check("1", "2")
+
+
+async def test_a_broken_version_leaves_the_old_one_serving_and_is_named(
+    server: TritonServer, repository: Path, checkpoint: Path, other: Path, tmp_path: Path
+) -> None:
+    staged = tmp_path / "staged"
+    shutil.copytree(repository, staged)
+    export(other, staged, 2, silent)
+    (staged / "vision_encoder" / "2" / "model.onnx").write_bytes(b"this is no model")
+    async with traffic(server, checkpoint, other) as asked:
+        for name in ("vision_encoder", "projector", "vision_v2", "vision"):
+            if (repository / name).exists():
+                (repository / name).rename(tmp_path / f"old {name}")
+            (staged / name).rename(repository / name)
+        broken: dict[str, str] = {}
+        for _ in range(100):
+            broken |= await asyncio.to_thread(broken_versions, server.http_address, 1.0)
+            if "vision_encoder v2" in broken:
+                break
+        await asked.until_only("1", 60)
+        services = await look("127.0.0.1:1", "127.0.0.1:1", server.http_address, None)
+    asked.check("1")
+    assert "ONNX Runtime cannot load" in broken["vision_encoder v2"]
+    assert "vision_v2" in broken
+    triton = next(service for service in services if service.name == "triton")
+    assert triton.serving and "vision_v2" in triton.facts["broken"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from triptych.errors import EncoderChanged, Overloaded, StageTimeout, TriptychError, Unavailable
 from triptych.rpc.channel import OPTIONS, bind
-from triptych.vision.encoder import TritonEncoder
+from triptych.vision.encoder import TritonEncoder, _in_background
 from triptych.vision.encoder_spec import newest, parse_encoder_spec
 
 PARAMETER = {
@@ -167,6 +168,26 @@ async def test_cancelling_the_caller_cancels_the_call(triton: FakeTriton, encode
     async with asyncio.timeout(2):
         while triton.running:
             await asyncio.sleep(0.01)
+
+
+async def test_a_call_that_is_given_up_while_its_pixels_are_copied_ends_after_the_copy() -> None:
+    begun, go_on, done = threading.Event(), threading.Event(), threading.Event()
+
+    def copy() -> None:
+        begun.set()
+        go_on.wait(5)
+        done.set()
+
+    task = asyncio.create_task(_in_background(1 << 30, copy))
+    while not begun.is_set():
+        await asyncio.sleep(0.005)
+    task.cancel()
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done.is_set()
 
 
 async def test_nobody_there_is_unavailable_at_once() -> None:

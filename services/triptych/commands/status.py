@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from triptych.v1 import worker_pb2
 
 TIMEOUT_S = 3.0
+
+_VERSIONED = re.compile(r".+_v[0-9]+")
+"""The ensembles that `triptych export` writes, one for each version."""
 
 # A proxy from the environment must never come between services.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -159,7 +163,7 @@ def _load_facts(load: "worker_pb2.WorkerLoad") -> dict[str, Any]:
 
 
 def _triton(address: str) -> Service:
-    from triptych.triton.readiness import broken_models, is_ready
+    from triptych.triton.readiness import broken_versions, is_ready
 
     service = Service("triton", address)
     try:
@@ -169,13 +173,13 @@ def _triton(address: str) -> Service:
         service.problem = _reason(error)
         return service
     service.version = f"{about.get('name', 'triton')} {about.get('version', '')}".strip()
-    service.facts = {
-        "models": {f"{m['name']}": f"v{m.get('version', '?')}" for m in models if m.get("state") == "READY"}
-    }
-    broken = broken_models(address)
+    ready = [model for model in models if model.get("state") == "READY"]
+    service.facts = {"models": {model["name"]: f"v{model.get('version', '?')}" for model in ready}}
+    broken = broken_versions(address, TIMEOUT_S / 2)
     if broken:
         service.facts["broken"] = broken
-    service.serving = is_ready(address)
+    # A version that cannot be loaded makes Triton as a whole not ready, while the one before goes on serving.
+    service.serving = is_ready(address) or any(_VERSIONED.fullmatch(model["name"]) for model in ready)
     service.problem = "" if service.serving else "not all of its models are ready"
     return service
 

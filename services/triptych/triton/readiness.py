@@ -54,12 +54,7 @@ def is_ready(address: str) -> bool:
 
 def broken_models(address: str) -> dict[str, str]:
     """Returns why models failed to load, by name; empty while any is still loading or nobody answers."""
-    request = urllib.request.Request(f"http://{address}/v2/repository/index", data=b"{}", method="POST")
-    try:
-        with _opener.open(request, timeout=2) as response:
-            models: list[dict[str, Any]] = json.load(response)
-    except (OSError, ValueError):
-        return {}
+    models = repository_index(address)
     states = [model.get("state") for model in models]
     if "LOADING" in states:
         return {}
@@ -70,6 +65,39 @@ def broken_models(address: str) -> dict[str, str]:
         # An older version that was replaced is UNAVAILABLE too, beside a READY one.
         if model.get("state") == "UNAVAILABLE" and model["name"] not in ready
     }
+
+
+def broken_versions(address: str, patience_s: float = 0.0) -> dict[str, str]:
+    """Returns why versions cannot be loaded, by model and version ("vision_encoder v2"), whether or not another serves.
+
+    In poll mode Triton tries again and again and meanwhile forgets the reason, so the question is repeated for as long
+    as patience_s. A model that Triton does not even try, because one that it needs is broken, is named, too.
+    """
+    deadline = time.monotonic() + patience_s
+    models = repository_index(address)
+    while any(model.get("state") == "LOADING" for model in models) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        models = repository_index(address)
+    broken = {}
+    for model in models:
+        name = f"{model['name']} v{model['version']}" if model.get("version") else str(model["name"])
+        reason = str(model.get("reason") or "")
+        if model.get("state") == "UNAVAILABLE" and reason != "unloaded":
+            broken[name] = reason.partition("\n")[0] or "no reason given"
+        elif "state" not in model:
+            broken[name] = "not loaded; a model that it needs may be broken"
+    return broken
+
+
+def repository_index(address: str) -> list[dict[str, Any]]:
+    """Returns Triton's list of models and versions with their states; empty when nobody answers."""
+    request = urllib.request.Request(f"http://{address}/v2/repository/index", data=b"{}", method="POST")
+    try:
+        with _opener.open(request, timeout=2) as response:
+            models: list[dict[str, Any]] = json.load(response)
+    except (OSError, ValueError):
+        return []
+    return models
 
 
 def pending_requests(metrics_address: str, timeout_s: float = 2.0) -> int:

@@ -50,7 +50,9 @@ def trace_arguments(*contexts: Context | None) -> TraceArguments:
             carriers.append(carrier)
     if not carriers:
         return {}
-    return {"request_id": _SEPARATOR.join(carrier["traceparent"] for carrier in carriers), "headers": carriers[0]}
+    request_id = _SEPARATOR.join(carrier["traceparent"] for carrier in carriers)
+    # A batch has no header: its spans must begin a trace of their own, by which the relay knows them.
+    return {"request_id": request_id, "headers": carriers[0]} if len(carriers) == 1 else {"request_id": request_id}
 
 
 def parse_request_id(request_id: str) -> tuple[Caller, ...]:

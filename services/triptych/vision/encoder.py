@@ -1,6 +1,7 @@
 """The encoder as the router sees it, and what a single Triton is asked."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -215,8 +216,19 @@ def _batch_input(images: Sequence[Pixels], region: Region | None) -> InferInput:
 
 
 async def _in_background(size_bytes: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function that copies so many bytes: in a thread where that would hold up the event loop."""
-    return function(*arguments) if size_bytes < _COPY_BYTES else await asyncio.to_thread(function, *arguments)
+    """Calls a function that copies so many bytes: in a thread where that would hold up the event loop.
+
+    A caller that is cancelled meanwhile goes on only when the copy is done: its target may then be used for others.
+    """
+    if size_bytes < _COPY_BYTES:
+        return function(*arguments)
+    copying = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(copying)
+    finally:
+        while not copying.done():  # However often it is cancelled.
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait((copying,))
 
 
 def _checked(features: Any, images: int, spec: EncoderSpec, size: tuple[int, ...]) -> Features:

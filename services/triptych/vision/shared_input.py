@@ -2,13 +2,13 @@
 
 import logging
 from collections.abc import Sequence
-from multiprocessing.shared_memory import SharedMemory
 
 import grpc
 import numpy as np
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
+from triptych.tensors import create_shared
 from triptych.vision.preprocess import Pixels
 
 log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ _SMALLEST_BYTES = 1 << 20
 
 
 class Region:
-    """A piece of POSIX shared memory that Triton knows by name.
+    """A piece of POSIX shared memory that Triton knows by name. Making one raises OSError where there is no room.
 
     Attributes:
         name: Both the object's name and what Triton calls it.
@@ -25,7 +25,7 @@ class Region:
     """
 
     def __init__(self, size_bytes: int) -> None:
-        self._memory = SharedMemory(create=True, size=size_bytes)
+        self._memory = create_shared(size_bytes)
         self.name = self._memory.name.lstrip("/")
         self.size_bytes = size_bytes
 
@@ -48,7 +48,7 @@ class SharedRegions:
     """The regions that one Triton knows, in use or free. As many as batches are in flight; a free one is used again.
 
     Where Triton cannot open them, because it runs on another host or in a container with a /dev/shm of its own, `take`
-    gives None and the caller sends bytes. Used from one event loop only.
+    gives None and the caller sends bytes, as where there is no room. Used from one event loop only.
     """
 
     def __init__(self, client: InferenceServerClient, timeout_s: float = 2.0) -> None:
@@ -75,7 +75,11 @@ class SharedRegions:
         outgrown = self._free.pop() if self._free else None
         if outgrown is not None:
             await self._drop(outgrown)
-        region = Region(max(_SMALLEST_BYTES, 1 << (size_bytes - 1).bit_length()))
+        try:
+            region = Region(max(_SMALLEST_BYTES, 1 << (size_bytes - 1).bit_length()))
+        except OSError as error:
+            log.info("no shared memory for %d bytes of pixels, so they are sent: %s", size_bytes, error.strerror)
+            return None
         self._used.add(region)
         try:
             await self._client.register_system_shared_memory(
