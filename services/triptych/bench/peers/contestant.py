@@ -50,7 +50,9 @@ def make_ours(model_dir: Path, dtype: str, settings: StackSettings) -> Contestan
     worker = settings.worker.model_copy(
         update={"model_dir": model_dir, "dtype": dtype, "kv_cache_bytes": KV_CACHE_BYTES}
     )
-    stack = StackSettings(settings.triton, worker, settings.router, settings.gateway).on_free_ports()
+    # Nobody else lowers resolution under load, so the comparison is without it.
+    router = settings.router.model_copy(update={"resolution_by_load": False})
+    stack = StackSettings(settings.triton, worker, router, settings.gateway).on_free_ports()
     services = plan_stack(stack)
     url = f"{stack.gateway_url}/v1"
     return Contestant(f"{OURS}-{SHORT[dtype]}", OURS, "Triptych", "gateway", dtype, (), services, url)
