@@ -18,7 +18,9 @@ def receiver() -> Iterator[SpanReceiver]:
 @pytest.fixture(scope="session")
 def served(receiver: SpanReceiver) -> Iterator[Up]:
     settings = StackSettings.from_environment().on_free_ports()
-    up = start_up({**environment_of(settings), **receiver.environment()})
+    # Tests that send many requests at once must not lower the resolution of the next test's pictures.
+    calm = {"TRIPTYCH_ROUTER_RESOLUTION_HOLD_S": "0"}
+    up = start_up({**environment_of(settings), **receiver.environment(), **calm})
     try:
         assert up.ready.wait(START_TIMEOUT_S), "\n".join(up.lines)
         assert up.process.poll() is None, "\n".join(up.lines)
