@@ -8,6 +8,9 @@
 namespace triptych {
 namespace TRIPTYCH_ISA {
 
+// How far ahead blocks are fetched: hardware prefetchers stop at each 4 KiB page, and blocks lie anywhere.
+constexpr int kBlocksAhead = 2;
+
 // Rows of one KV head in one layer's keys or values.
 template <class T>
 struct CacheView {
@@ -23,11 +26,24 @@ struct CacheView {
   inline __attribute__((always_inline)) const T* block(int token) const {
     return base + static_cast<size_t>(table[token / kBlockTokens]) * kBlockTokens * row;
   }
+  // The block to fetch while that one is read: a later one, or the last of `context` tokens.
+  inline __attribute__((always_inline)) const T* ahead(int token, int context) const {
+    const int later = token + kBlocksAhead * kBlockTokens;
+    return block(later < context ? later : context - 1);
+  }
 };
+
+// Fetches one row into the level-2 cache.
+template <int V, class T>
+TRIPTYCH_INLINE void fetch_row(const T* row) {
+  constexpr int kLine = 64 / sizeof(T);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16 * V; i += kLine) __builtin_prefetch(row + i, 0, 2);
+}
 
 // scores[h][token - first] = queries[h] . key, -inf after the last; whole blocks.
 template <class T, int V>
-static void score_part(const CacheView<T>& keys, const float* queries, int group, int first, int count,
+static void score_part(const CacheView<T>& keys, const float* queries, int group, int first, int count, int context,
                        float (*scores)[kMaxPartTokens]) {
   constexpr int kHeadsAtOnce = 4;
   for (int h0 = 0; h0 < group; h0 += kHeadsAtOnce) {
@@ -35,12 +51,14 @@ static void score_part(const CacheView<T>& keys, const float* queries, int group
     for (int done = 0; done < count; done += kBlockTokens) {
       F16 sums[kHeadsAtOnce][kBlockTokens];
       const T* block = keys.block(first + done);
+      const T* ahead = keys.ahead(first + done, context);
       const int valid = count - done < kBlockTokens ? count - done : kBlockTokens;
       for (int t = 0; t < kBlockTokens; ++t) {
         if (t >= valid) {
           for (int h = 0; h < heads; ++h) sums[h][t] = F16{};
           continue;
         }
+        if (h0 == 0) fetch_row<V>(ahead + t * keys.row);
         F16 key[V];
 #pragma GCC unroll 16
         for (int i = 0; i < V; ++i) key[i] = load16(block + t * keys.row + 16 * i);
@@ -67,7 +85,7 @@ static void score_part(const CacheView<T>& keys, const float* queries, int group
 // out[h] = sum of weights[h][token] * value, for G heads.
 template <class T, int V, int G>
 static void weigh_part(const CacheView<T>& values, const float (*weights)[kMaxPartTokens], int first, int count,
-                       float* out) {
+                       int context, bool fetches, float* out) {
   F16 a[G][V];
 #pragma GCC unroll 16
   for (int h = 0; h < G; ++h)
@@ -75,8 +93,10 @@ static void weigh_part(const CacheView<T>& values, const float (*weights)[kMaxPa
     for (int i = 0; i < V; ++i) a[h][i] = F16{};
   for (int done = 0; done < count; done += kBlockTokens) {
     const T* row = values.block(first + done);
+    const T* ahead = values.ahead(first + done, context);
     const int valid = count - done < kBlockTokens ? count - done : kBlockTokens;
-    for (int t = 0; t < valid; ++t, row += values.row) {
+    for (int t = 0; t < valid; ++t, row += values.row, ahead += values.row) {
+      if (fetches) fetch_row<V>(ahead);
 #pragma GCC unroll 16
       for (int i = 0; i < V; ++i) {
         const F16 value = load16(row + 16 * i);
@@ -95,7 +115,7 @@ template <class T, int V>
 static void decode_part_of(const AttentionShape& shape, const float* queries, const KeyRange& range,
                            float* partial) {
   const int32_t* table = range.table;
-  const int first = range.first, count = range.count;
+  const int first = range.first, count = range.count, context = range.context;
   const int head_dim = 16 * V, group = shape.heads / shape.kv_heads;
   float* extremes = partial + static_cast<size_t>(shape.heads) * head_dim;
   // As many heads together as accumulators fit into registers.
@@ -107,7 +127,7 @@ static void decode_part_of(const AttentionShape& shape, const float* queries, co
       const int heads = group - h0 < 8 ? group - h0 : 8;
       const size_t head = static_cast<size_t>(kv_head) * group + h0;
       alignas(64) float scores[8][kMaxPartTokens];
-      score_part<T, V>(keys, queries + head * head_dim, heads, first, count, scores);
+      score_part<T, V>(keys, queries + head * head_dim, heads, first, count, context, scores);
       for (int h = 0; h < heads; ++h) {
         F16 largest = load<F16>(scores[h]), total{};
         for (int t = 16; t < count; t += 16) largest = max(load<F16>(scores[h] + t), largest);
@@ -123,13 +143,20 @@ static void decode_part_of(const AttentionShape& shape, const float* queries, co
       float* out = partial + head * head_dim;
       int h = 0;
       for (; h + kGroup <= heads; h += kGroup)
-        weigh_part<T, V, kGroup>(values, scores + h, first, count, out + h * head_dim);
+        weigh_part<T, V, kGroup>(values, scores + h, first, count, context, h == 0, out + h * head_dim);
       if constexpr (kGroup > 3)
-        if (heads - h == 3) weigh_part<T, V, 3>(values, scores + h, first, count, out + h * head_dim), h += 3;
+        if (heads - h == 3) {
+          weigh_part<T, V, 3>(values, scores + h, first, count, context, h == 0, out + h * head_dim);
+          h += 3;
+        }
       if constexpr (kGroup > 2)
-        if (heads - h == 2) weigh_part<T, V, 2>(values, scores + h, first, count, out + h * head_dim), h += 2;
+        if (heads - h == 2) {
+          weigh_part<T, V, 2>(values, scores + h, first, count, context, h == 0, out + h * head_dim);
+          h += 2;
+        }
       if constexpr (kGroup > 1)
-        if (heads - h == 1) weigh_part<T, V, 1>(values, scores + h, first, count, out + h * head_dim);
+        if (heads - h == 1)
+          weigh_part<T, V, 1>(values, scores + h, first, count, context, h == 0, out + h * head_dim);
     }
   }
 }

@@ -53,11 +53,12 @@ struct AttentionShape {
   void* values;
 };
 
-// Positions of one sequence.
+// Positions of one sequence, which has `context` of them in its table.
 struct KeyRange {
   const int32_t* table;
   int first;
   int count;
+  int context;
 };
 
 // What a decode part leaves: for each head the sum of exp(score - largest) * value, then largest, then the sum of exp.

@@ -313,7 +313,7 @@ void Decoder::Step::attend_part(const AttentionShape& shape, const AttentionPlan
   const Rows& rows = plan.rows[item.rows];
   const size_t stride = partial_floats(s_.heads, s_.head_dim);
   float* partials = b_.partials.floats() + item.first_part * stride;
-  k_.decode_part(shape, b_.qkv.floats() + size_t(rows.first) * qkv_, {rows.table, item.first, item.count},
+  k_.decode_part(shape, b_.qkv.floats() + size_t(rows.first) * qkv_, {rows.table, item.first, item.count, rows.position + 1},
                  partials + item.part * stride);
   std::atomic<int>& done = b_.parts_done[item.rows];
   if (item.parts > 1 && done.fetch_add(1, std::memory_order_acq_rel) + 1 < item.parts) return;
