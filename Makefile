@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv demo up test unit lint aiperf protos model export report clean
+.PHONY: venv demo up test unit lint aiperf protos model export report tokens clean
 
 venv: $(STAMP)
 
@@ -49,6 +49,10 @@ export: venv  ## Writes model_repository/ from the demo checkpoint.
 
 report: venv  ## Measures the demo model through the running stack and rewrites docs/accuracy.md.
 	$(BIN)/triptych evaluate --report docs/accuracy.md
+
+tokens: venv  ## Measures token reductions through the running stack and renews the tables of docs/vision-tokens.md.
+	$(BIN)/triptych evaluate --count 300 --reduce kmeans:32 --reduce kmeans:16 --reduce merge:32 --reduce merge:16 \
+		--report docs/vision-tokens.md
 
 clean:
 	rm -rf $(VENV) .venv-aiperf .mypy_cache .ruff_cache .pytest_cache

@@ -93,6 +93,9 @@ def ask(
     max_tokens: Annotated[int, typer.Option(min=0, help="0: the worker's default")] = 0,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy")] = 0.0,
     detail: Annotated[Literal["high", "medium", "low", "thumbnail"], typer.Option(help="how closely to look")] = "high",
+    reduce: Annotated[
+        str | None, typer.Option(help="keep fewer visual tokens: kmeans:N or merge:N; none: all", show_default=False)
+    ] = None,
     timeout_s: Annotated[float, typer.Option(help="give up after this many seconds")] = 120.0,
     as_json: Json = False,
 ) -> None:
@@ -100,7 +103,7 @@ def ask(
     from triptych.commands.ask import run
 
     *images, question = arguments
-    options = client.Options(max_tokens=max_tokens, temperature=temperature, timeout_s=timeout_s)
+    options = client.Options(max_tokens=max_tokens, temperature=temperature, reduce=reduce, timeout_s=timeout_s)
     run(address, [Path(image) for image in images], question, detail, options, as_json)
 
 
@@ -116,10 +119,19 @@ def demo(as_json: Json = False) -> None:
 def evaluate(
     count: Annotated[int, typer.Option(min=1, help="held-out scenes")] = 500,
     address: Annotated[str | None, typer.Option(help="a running router; unset: a stack of its own")] = None,
+    reduce: Annotated[
+        list[str] | None,
+        typer.Option(help="kmeans:N or merge:N, beside all tokens, with times; may be repeated; unset: resolutions"),
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="writes the table to this Markdown file")] = None,
     as_json: Json = False,
 ) -> None:
     """Measures the demo model's exact answers on held-out scenes through a running stack."""
+    if reduce:
+        from triptych.commands import evaluate_tokens
+
+        evaluate_tokens.run(count, address, reduce, report, as_json)
+        return
     from triptych.commands.evaluate import run
 
     run(count, address, report, as_json)

@@ -25,6 +25,7 @@ from triptych.telemetry.tracing import inject
 from triptych.v1 import generation_pb2 as generation
 from triptych.v1 import inference_pb2 as inference
 from triptych.v1.inference_pb2_grpc import InferenceServiceStub
+from triptych.vision.reduction_spec import parse_reduction, to_message
 
 PartLike = str | bytes | Path
 """A piece of a message: text, an encoded image, or the path of an image file."""
@@ -50,6 +51,7 @@ class Options:
         ignore_eos: Generates until `max_tokens`; for measurements.
         priority: Scheduling class.
         cache_salt: Separates tenants in every cache.
+        reduce: Fewer visual tokens of each image: `none`, `kmeans:N` or `merge:N`; None is the service's default.
         degrade: Whether a text-only answer is better than an error when the encoder is late.
         request_id: Name for logs and traces; empty: the router makes one.
         timeout_s: The call's deadline; None waits for ever.
@@ -65,6 +67,7 @@ class Options:
     ignore_eos: bool = False
     priority: PriorityName = "standard"
     cache_salt: str = ""
+    reduce: str | None = None
     degrade: bool = True
     request_id: str = ""
     timeout_s: float | None = None
@@ -113,7 +116,7 @@ def system(text: str) -> inference.Message:
 
 
 def build_request(messages: Sequence[inference.Message], options: Options) -> inference.GenerateRequest:
-    """Returns the request for a dialogue."""
+    """Returns the request for a dialogue. Raises InvalidRequest (REDUCTION_INVALID)."""
     policy = inference.DEGRADATION_POLICY_ALLOW if options.degrade else inference.DEGRADATION_POLICY_FORBID
     return inference.GenerateRequest(
         request_id=options.request_id,
@@ -131,6 +134,7 @@ def build_request(messages: Sequence[inference.Message], options: Options) -> in
         priority=generation.Priority.Value(f"PRIORITY_{options.priority.upper()}"),
         cache_salt=options.cache_salt,
         degradation_policy=policy,
+        reduction=None if options.reduce is None else to_message(parse_reduction(options.reduce)),
     )
 
 

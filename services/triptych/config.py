@@ -10,6 +10,8 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from triptych.vision.reduction_spec import PATTERN
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
@@ -145,6 +147,12 @@ class RouterSettings(BaseSettings):
     )
     shared_memory: bool = Field(
         False, description="pass features to a worker on the same host through POSIX shared memory instead of inline"
+    )
+    token_reduction: str = Field(
+        "none",
+        pattern=PATTERN,
+        description="what makes an image's visual tokens fewer where a request does not say: none, kmeans:N or "
+        "merge:N, N tokens kept, 128 without N",
     )
     encode_timeout_s: float = Field(
         30.0,

@@ -62,6 +62,12 @@ def test_forgetting_the_question_is_noticed(tmp_path: Path) -> None:
     assert "question comes last" in result.stderr
 
 
+def test_a_reduction_that_nobody_knows_is_refused_with_the_rule() -> None:
+    result = triptych("ask", "hello", "--reduce", "pool:4")
+    assert result.returncode == 1
+    assert "kmeans:N" in result.stderr and "REDUCTION_INVALID" in result.stderr
+
+
 def test_an_unknown_command_is_a_usage_error() -> None:
     result = triptych("serv")
     assert result.returncode == 2

@@ -11,7 +11,7 @@ from tests.stack.conftest import Up, noise_png, wait_idle
 from triptych.client import AsyncClient, Client, Options, assistant, user
 from triptych.demo import ANSWER, PICTURE, QUESTION
 from triptych.demo.scenes import held_out
-from triptych.errors import Overloaded, TriptychError
+from triptych.errors import InvalidRequest, Overloaded, TriptychError
 from triptych.rpc.health import is_serving
 from triptych.v1 import inference_pb2
 
@@ -84,6 +84,23 @@ def test_lower_detail_costs_fewer_tokens(served: Up) -> None:
         answers = [client.ask(PICTURE, QUESTION, detail=detail) for detail in ("high", "medium", "low", "thumbnail")]
     tokens = [answer.usage.visual_tokens for answer in answers]
     assert tokens == sorted(tokens, reverse=True) and len(set(tokens)) == 4
+
+
+@pytest.mark.parametrize("method", ["kmeans", "merge"])
+def test_a_reduction_shortens_the_prompt_and_the_answer_is_still_about_the_picture(served: Up, method: str) -> None:
+    with Client(served.router) as client:
+        answer = client.ask(PICTURE, QUESTION, options=Options(reduce=f"{method}:32"))
+        (image,) = answer.started.images
+        assert (image.encoder_tokens, image.visual_tokens, answer.usage.visual_tokens) == (64, 32, 32)
+        assert answer.text == ANSWER
+        whole = client.ask(PICTURE, QUESTION)
+        assert whole.started.images[0].identity != image.identity
+        assert whole.usage.visual_tokens == 64
+
+
+def test_a_reduction_that_nobody_knows_is_refused(served: Up) -> None:
+    with Client(served.router) as client, pytest.raises(InvalidRequest, match="kmeans:N"):
+        client.ask(PICTURE, QUESTION, options=Options(reduce="pool:4"))
 
 
 def test_two_pictures_in_one_question_take_both_their_tokens(served: Up) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 from triptych import client
 from triptych.errors import InvalidRequest, Unavailable
 from triptych.v1 import inference_pb2 as inference
+from triptych.vision.reduction_spec import reduction_text
 
 
 def run(
@@ -82,6 +83,8 @@ def answer_json(answer: client.Answer) -> dict[str, object]:
                 "height": image.height,
                 "encoded_side": image.encoded_side,
                 "visual_tokens": image.visual_tokens,
+                "encoder_tokens": image.encoder_tokens,
+                "reduction": reduction_text(image),
                 "source": inference.FeatureSource.Name(image.source).removeprefix("FEATURE_SOURCE_").lower(),
             }
             for image in answer.started.images

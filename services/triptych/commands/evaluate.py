@@ -1,11 +1,9 @@
 """`triptych evaluate`: exact answers of the demo model on held-out scenes, through a running stack."""
 
 import asyncio
-import io
 import json
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,13 +13,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from triptych import client
+from triptych.bench.markdown import table_lines
+from triptych.commands.held_out import PICTURE_SIDE, converse, is_exact, service_at
 from triptych.demo.scenes import Example, held_out
-from triptych.stack import StackSettings, running_stack
 
 CONCURRENCY = 8
 """Few enough that load does not lower the resolution."""
-PICTURE_SIDE = 336
-"""Pictures are sent larger than any encoder input, as people's are, and resized by the router."""
 DETAILS: tuple[client.Detail, ...] = ("high", "medium", "low")
 
 Scores = dict[str, tuple[int, int]]
@@ -54,13 +51,7 @@ def run(count: int, address: str | None, report: Path | None, as_json: bool) -> 
 async def measure(count: int, address: str | None) -> Accuracy:
     """Asks about `count` held-out scenes at each detail, at `address` or through a stack of its own."""
     console = Console(stderr=True)
-    async with AsyncExitStack() as stack:
-        if address is None:
-            settings = StackSettings.from_environment().without_gateway().on_free_ports()
-            console.print("starting a stack on free ports", highlight=False)
-            await stack.enter_async_context(running_stack(settings, lambda name, line: None))
-            address = settings.router_address
-        service = await stack.enter_async_context(client.AsyncClient(address))
+    async with service_at(address, console) as service:
         examples = held_out(count, size=PICTURE_SIDE)
         accuracy = Accuracy(count, {}, {})
         with Progress(console=console) as progress:
@@ -79,19 +70,13 @@ async def _score(
     gate = asyncio.Semaphore(CONCURRENCY)
 
     async def one(example: Example) -> None:
-        picture = io.BytesIO()
-        example.image.save(picture, "PNG")
-        messages = []
         async with gate:
-            for number, turn in enumerate(example.dialogue.turns):
-                parts = (picture.getvalue(), turn.question) if number == 0 else (turn.question,)
-                messages.append(client.user(*parts, detail=detail))
-                answer = await service.chat(messages, client.Options(max_tokens=32, degrade=False, timeout_s=120))
-                messages.append(client.assistant(answer.text))
-                sides.update(image.encoded_side for image in answer.started.images)
-                for kind in {example.dialogue.kind, "all"}:
-                    asked[kind] += 1
-                    right[kind] += answer.text.strip() == turn.answer
+            answers = await converse(service, example, client.Options(), detail)
+        for answer, turn in zip(answers, example.dialogue.turns, strict=True):
+            sides.update(image.encoded_side for image in answer.started.images)
+            for kind in {example.dialogue.kind, "all"}:
+                asked[kind] += 1
+                right[kind] += is_exact(answer, turn)
         on_done()
 
     async with asyncio.TaskGroup() as group:
@@ -121,8 +106,7 @@ def _table(accuracy: Accuracy) -> Table:
 
 
 def _markdown(accuracy: Accuracy) -> str:
-    rows = [_headings(accuracy), ["---"] * (1 + len(accuracy.scores))]
-    rows += [[kind, *_cells(accuracy, kind)] for kind in _kinds(accuracy)]
+    rows = table_lines(_headings(accuracy), ([kind, *_cells(accuracy, kind)] for kind in _kinds(accuracy)))
     return "\n".join(
         [
             "# Accuracy of the demo model",
@@ -131,7 +115,7 @@ def _markdown(accuracy: Accuracy) -> str:
             f"running stack: PNG of {PICTURE_SIDE} px, router, Triton, worker. Each turn of a two-turn dialogue counts",
             "as a question, and the second turn sees the model's own first answer. Written by `make report`.",
             "",
-            *(f"| {' | '.join(row)} |" for row in rows),
+            rows,
             "",
         ]
     )

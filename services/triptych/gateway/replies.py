@@ -33,6 +33,8 @@ class ImageReport(BaseModel):
         description="why that resolution: as asked for, or less because of load or priority"
     )
     visual_tokens: int
+    encoder_tokens: int = Field(description="visual tokens before any reduction")
+    reduction: str | None = Field(description="what made them fewer, such as kmeans:128; null when nothing did")
     source: Literal["encoder", "encoder_cache", "kv_cache", "dropped"]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from triptych.v1 import generation_pb2, inference_pb2
+from triptych.vision.reduction_spec import reduction_text
 
 
 def usage_of(usages: Iterable[generation_pb2.Usage], choices_per_prompt: int) -> dict[str, Any]:
@@ -37,6 +38,8 @@ def started_report(started: inference_pb2.Started) -> dict[str, Any]:
                 "resolution_reason": _lower(
                     inference_pb2.ResolutionReason.Name(image.resolution_reason), "RESOLUTION_REASON_", "requested"
                 ),
+                "encoder_tokens": image.encoder_tokens,
+                "reduction": reduction_text(image),
                 "source": _lower(inference_pb2.FeatureSource.Name(image.source), "FEATURE_SOURCE_", "dropped"),
             }
             for image in started.images

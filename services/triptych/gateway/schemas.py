@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
+from triptych.vision.reduction_spec import PATTERN, RULE
+
 MAX_INT32 = 2**31 - 1
 INT64 = 2**63
 
@@ -139,6 +141,9 @@ class Options(Closed):
 
     priority: Literal["interactive", "standard", "economy"] | None = Field(None, description="scheduling class")
     resolution: Resolution | None = Field(None, description="of every picture, whatever its `detail` says")
+    reduction: str | None = Field(
+        None, pattern=PATTERN, description=f"keeps fewer visual tokens of every picture: {RULE}"
+    )
     cache_salt: Text | None = Field(None, max_length=64, description="requests with different salts share no cache")
     degrade: bool | None = Field(
         None, description="true, the default: rather a text-only answer, or less resolution, than an error"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from triptych.gateway.errors import unsupported
 from triptych.gateway.schemas import ChatCompletionRequest, CompletionRequest, ImageUrl, Options, SamplingRequest
 from triptych.v1 import generation_pb2, inference_pb2
+from triptych.vision.reduction_spec import parse_reduction, to_message
 
 OPENAI_TEMPERATURE = 1.0
 COMPLETION_MAX_TOKENS = 16
@@ -109,6 +110,8 @@ def _base(body: SamplingRequest, options: Options, tenant: str) -> inference_pb2
         request.priority = generation_pb2.Priority.Value(f"PRIORITY_{options.priority.upper()}")
     if options.degrade is False:
         request.degradation_policy = inference_pb2.DEGRADATION_POLICY_FORBID
+    if options.reduction:
+        request.reduction.CopyFrom(to_message(parse_reduction(options.reduction)))
     return request
 
 

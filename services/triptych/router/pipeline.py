@@ -50,7 +50,7 @@ class Pipeline:
         self._resolution = ResolutionManager(
             settings, lambda: Load(worker.headroom, self.admission.pending), self._metrics.resolutions
         )
-        self._encode = Encode(settings, encoder, self.cache)
+        self._encode = Encode(settings, encoder, self.cache, self._threads)
         self._steps: tuple[Step, ...] = (
             Intake(settings, worker, self._threads),
             Preprocess(settings, encoder, self.cache, self._threads, self._resolution, self.holding),

@@ -14,6 +14,7 @@ from triptych.router.holding import Hold
 from triptych.v1 import generation_pb2, inference_pb2, worker_pb2
 from triptych.vision.cache import Lease
 from triptych.vision.preprocess import Pixels
+from triptych.vision.reduction_spec import Reduction, to_message
 from triptych.vision.scheduler import EncodeClass
 
 _CLASSES: dict[int, EncodeClass] = {
@@ -34,10 +35,12 @@ class ImageState:
         encoded: The encoded file; set by intake, dropped by preprocess.
         width, height: Of the upright picture, in pixels; set by preprocess.
         side: Of the square the encoder sees, in pixels; set by preprocess.
-        token_count: Visual tokens in the prompt; set by preprocess.
+        encoder_tokens: Visual tokens that the encoder gives; set by preprocess.
+        reduction: What makes them fewer, None when nothing does; set by preprocess.
         encoder_version: The version that identity and features are of; set by preprocess.
         pixels: The encoder's input; set by preprocess.
-        identity: 32 bytes; set by preprocess.
+        encoder_identity: 32 bytes, of the features as the encoder gives them; set by preprocess.
+        identity: 32 bytes, of the features as the worker gets them; set by preprocess.
         feature_source: An inference_pb2.FeatureSource; set by probe or encode.
         lease: Features held in the encoder cache; set by encode, released when the worker has them.
     """
@@ -50,12 +53,19 @@ class ImageState:
     width: int = 0
     height: int = 0
     side: int = 0
-    token_count: int = 0
+    encoder_tokens: int = 0
+    reduction: Reduction | None = None
     encoder_version: str = ""
     pixels: Pixels | None = None
+    encoder_identity: bytes = b""
     identity: bytes = b""
     feature_source: int = inference_pb2.FEATURE_SOURCE_UNSPECIFIED
     lease: Lease | None = None
+
+    @property
+    def token_count(self) -> int:
+        """Visual tokens in the prompt."""
+        return self.encoder_tokens if self.reduction is None else self.reduction.tokens
 
     def release(self) -> None:
         """Gives the features up."""
@@ -66,7 +76,7 @@ class ImageState:
     def report(self) -> inference_pb2.ImageReport:
         """Returns what the client is told about the image."""
         dropped = self.feature_source == inference_pb2.FEATURE_SOURCE_UNSPECIFIED
-        return inference_pb2.ImageReport(
+        report = inference_pb2.ImageReport(
             identity=self.identity.hex(),
             width=self.width,
             height=self.height,
@@ -75,7 +85,11 @@ class ImageState:
             source=inference_pb2.FeatureSource.ValueType(self.feature_source),
             detail=inference_pb2.ImageDetail.ValueType(self.detail),
             resolution_reason=inference_pb2.ResolutionReason.ValueType(self.resolution_reason),
+            encoder_tokens=self.encoder_tokens,
         )
+        if self.reduction is not None:
+            report.reduction.CopyFrom(to_message(self.reduction))
+        return report
 
 
 @dataclass(slots=True)
@@ -90,6 +104,7 @@ class RequestState:
         arrival_s: When it arrived, on the same clock.
         answered: To be called at the first token.
         hold: Room for the images' pixels and features; set by preprocess, given back at the first token.
+        reduction: What makes the images' tokens fewer, where they have more; set by intake.
         images: In prompt order.
         images_dropped: Whether the answer is text-only because encoding was late.
         durations: Of the stages so far.
@@ -103,6 +118,7 @@ class RequestState:
     arrival_s: float = field(default_factory=time.monotonic)
     answered: Callable[[], None] = field(default=lambda: None)
     hold: Hold | None = None
+    reduction: Reduction | None = None
     images: list[ImageState] = field(default_factory=list)
     images_dropped: bool = False
     durations: generation_pb2.StageDurations = field(default_factory=generation_pb2.StageDurations)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 from opentelemetry.trace import SpanKind
 
 from triptych.config import RouterSettings
@@ -30,6 +31,8 @@ from triptych.vision.identity import content_digest, identity
 from triptych.vision.image_header import ImageLimits
 from triptych.vision.images import encoded_bytes, load_image
 from triptych.vision.preprocess import preprocess
+from triptych.vision.reduction import reduce_tokens
+from triptych.vision.reduction_spec import Reduction, from_message, parse_reduction
 from triptych.vision.resolution import encoded_side
 
 log = logging.getLogger(__name__)
@@ -52,12 +55,14 @@ class Intake:
         self._settings = settings
         self._worker = worker
         self._limits = image_limits(settings)
+        self._reduction = parse_reduction(settings.token_reduction)
         self._threads = threads
 
     async def run(self, state: RequestState) -> None:
-        """Sets `state.images`, each with `encoded`."""
+        """Sets `state.reduction` and `state.images`, each with `encoded`."""
         with state.timed("intake"), open_span("router.intake", state.trace):
             validate(state.request, self._settings)
+            state.reduction = from_message(state.request.reduction, self._reduction)
             state.images = [
                 ImageState(
                     source=part.image.data if part.image.WhichOneof("source") == "data" else part.image.url,
@@ -97,7 +102,7 @@ class Preprocess:
         self._resolution = resolution
 
     async def run(self, state: RequestState) -> None:
-        """Sets each image's resolution, size, side, token count, pixels and identity; drops its encoded file."""
+        """Sets each image's resolution, size, side, token counts, pixels and identities; drops its encoded file."""
         if not state.images:
             return
         spec = self._encoder.spec
@@ -115,7 +120,9 @@ class Preprocess:
         state.check_deadline()
         with open_span("router.preprocess", state.trace) as (span, _):
             salt = state.request.cache_salt
-            await in_thread(self._threads, _prepare_image, image, spec, salt, self._limits, self._cache)
+            await in_thread(
+                self._threads, _prepare_image, image, spec, salt, state.reduction, self._limits, self._cache
+            )
             span.set_attributes(
                 {
                     "triptych.pixels": image.width * image.height,
@@ -159,10 +166,13 @@ class Encode:
     the worker turned out to have lost what it covered, it fetches features for covered images as well.
     """
 
-    def __init__(self, settings: RouterSettings, encoder: Encoder, cache: EncoderCache) -> None:
+    def __init__(
+        self, settings: RouterSettings, encoder: Encoder, cache: EncoderCache, threads: ThreadPoolExecutor
+    ) -> None:
         self._timeout_s = settings.encode_timeout_s
         self._encoder = encoder
         self._cache = cache
+        self._threads = threads
 
     async def run(self, state: RequestState, *, everything: bool = False) -> None:
         """Sets `lease` and `feature_source` of every image that the worker's KV does not cover."""
@@ -192,23 +202,45 @@ class Encode:
             raise encode_timeout(timeout_s) from None
 
     async def _fetch_one(self, image: ImageState, state: RequestState, timeout_s: float) -> None:
+        async def features() -> Features:
+            if image.reduction is None:
+                return await encode()
+            # What another request left unreduced saves an encode; otherwise only what is asked for is kept.
+            if image.encoder_identity in self._cache:
+                whole = await self._cache.get(image.encoder_identity, encode)
+                try:
+                    return await self._reduce(whole.features, image.reduction, state)
+                finally:
+                    whole.release()
+            return await self._reduce(await encode(), image.reduction, state)
+
         async def encode() -> Features:
             assert image.pixels is not None  # Set by Preprocess, which ran before.
             attributes: dict[str, str | int | float | bool] = {
                 "triptych.feature_source": "encoder",
                 "triptych.pixels": image.side * image.side,
-                "triptych.visual_tokens": image.token_count,
+                "triptych.visual_tokens": image.encoder_tokens,
             }
             with open_span("router.encode", state.trace, SpanKind.CLIENT, attributes) as (_, context):
                 return await self._encoder.encode(
                     image.pixels, timeout_s, context, priority=state.encode_class, version=image.encoder_version
                 )
 
-        lease = await self._cache.get(image.identity, encode)
+        lease = await self._cache.get(image.identity, features)
         image.lease = lease
         image.feature_source = (
             inference_pb2.FEATURE_SOURCE_ENCODER if lease.encoded else inference_pb2.FEATURE_SOURCE_ENCODER_CACHE
         )
+
+    async def _reduce(self, features: Features, reduction: Reduction, state: RequestState) -> Features:
+        attributes: dict[str, str | int | float | bool] = {
+            "triptych.reduction": str(reduction),
+            "triptych.encoder_tokens": len(features),
+            "triptych.visual_tokens": reduction.tokens,
+        }
+        with state.timed("reduce"), open_span("router.reduce", state.trace, attributes=attributes):
+            reduced: Features = (await in_thread(self._threads, reduce_tokens, features[np.newaxis], reduction))[0]
+            return reduced
 
     def _drop_images(self, state: RequestState) -> None:
         state.release()
@@ -250,7 +282,12 @@ async def run_all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 def _prepare_image(
-    image: ImageState, spec: EncoderSpec, salt: str, limits: ImageLimits, cache: Container[bytes]
+    image: ImageState,
+    spec: EncoderSpec,
+    salt: str,
+    reduction: Reduction | None,
+    limits: ImageLimits,
+    cache: Container[bytes],
 ) -> None:
     """Fills in what Preprocess promises. Peak memory is that of one decoded image, however many wait."""
     assert image.encoded is not None  # Set by Intake, which ran before.
@@ -260,11 +297,19 @@ def _prepare_image(
     content = content_digest(picture)
     if image.detail > image.requested and image.resolution_reason != inference_pb2.RESOLUTION_REASON_ECONOMY:
         # Load lowered it. Features that are there cost nothing, and a dialogue goes on with the picture it began with.
-        known = identity(content, spec, encoded_side(image.requested, spec), salt)
-        if known in cache:
+        side = encoded_side(image.requested, spec)
+        known = (identity(content, spec, side, salt, each) for each in (None, _applied(reduction, spec, side)))
+        if any(name in cache for name in known):
             image.detail, image.resolution_reason = image.requested, inference_pb2.RESOLUTION_REASON_REQUESTED
     image.side = encoded_side(image.detail, spec)
-    image.token_count = spec.token_count(image.side)
+    image.encoder_tokens = spec.token_count(image.side)
+    image.reduction = _applied(reduction, spec, image.side)
     image.encoder_version = spec.version
-    image.identity = identity(content, spec, image.side, salt)
+    image.encoder_identity = identity(content, spec, image.side, salt)
+    image.identity = identity(content, spec, image.side, salt, image.reduction)
     image.pixels = preprocess(picture, spec, image.side)
+
+
+def _applied(reduction: Reduction | None, spec: EncoderSpec, side: int) -> Reduction | None:
+    """Returns a reduction where it makes an image's tokens fewer, else None."""
+    return reduction if reduction is not None and reduction.tokens < spec.token_count(side) else None

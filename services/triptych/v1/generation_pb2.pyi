@@ -321,6 +321,7 @@ class StageDurations(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
+    REDUCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def intake(self) -> _duration_pb2.Duration:
         """Validation, and reading image headers (router)."""
@@ -353,6 +354,10 @@ class StageDurations(_message.Message):
     def total(self) -> _duration_pb2.Duration:
         """From the request's arrival at the service that answers until this message."""
 
+    @_builtins.property
+    def reduce(self) -> _duration_pb2.Duration:
+        """Making visual tokens fewer, a part of `encode` (router). Several images add up."""
+
     def __init__(
         self,
         *,
@@ -364,10 +369,11 @@ class StageDurations(_message.Message):
         decode: _duration_pb2.Duration | None = ...,
         time_to_first_token: _duration_pb2.Duration | None = ...,
         total: _duration_pb2.Duration | None = ...,
+        reduce: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "encode", b"encode", "intake", b"intake", "prefill", b"prefill", "preprocess", b"preprocess", "queue", b"queue", "time_to_first_token", b"time_to_first_token", "total", b"total"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "encode", b"encode", "intake", b"intake", "prefill", b"prefill", "preprocess", b"preprocess", "queue", b"queue", "reduce", b"reduce", "time_to_first_token", b"time_to_first_token", "total", b"total"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "encode", b"encode", "intake", b"intake", "prefill", b"prefill", "preprocess", b"preprocess", "queue", b"queue", "time_to_first_token", b"time_to_first_token", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "encode", b"encode", "intake", b"intake", "prefill", b"prefill", "preprocess", b"preprocess", "queue", b"queue", "reduce", b"reduce", "time_to_first_token", b"time_to_first_token", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,47 +25,51 @@ _sym_db = _symbol_database.Default()
 from triptych.v1 import generation_pb2 as triptych_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btriptych/v1/inference.proto\x12\x0btriptych.v1\x1a\x1ctriptych/v1/generation.proto\"\xc0\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x08messages\x18\x02 \x03(\x0b\x32\x14.triptych.v1.Message\x12\x31\n\x08sampling\x18\x03 \x01(\x0b\x32\x1f.triptych.v1.SamplingParameters\x12\x31\n\x08stopping\x18\x04 \x01(\x0b\x32\x1f.triptych.v1.StoppingParameters\x12\'\n\x08priority\x18\x05 \x01(\x0e\x32\x15.triptych.v1.Priority\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12:\n\x12\x64\x65gradation_policy\x18\x07 \x01(\x0e\x32\x1e.triptych.v1.DegradationPolicy\x12\x12\n\nraw_prompt\x18\x08 \x01(\x08\"L\n\x07Message\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.triptych.v1.Role\x12 \n\x05parts\x18\x02 \x03(\x0b\x32\x11.triptych.v1.Part\"F\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12#\n\x05image\x18\x02 \x01(\x0b\x32\x12.triptych.v1.ImageH\x00\x42\t\n\x07\x63ontent\"Z\n\x05Image\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\r\n\x03url\x18\x02 \x01(\tH\x00\x12(\n\x06\x64\x65tail\x18\x03 \x01(\x0e\x32\x18.triptych.v1.ImageDetailB\x08\n\x06source\"\x94\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.triptych.v1.StartedH\x00\x12#\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x12.triptych.v1.ChunkH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.triptych.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"h\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08trace_id\x18\x03 \x01(\t\x12(\n\x06images\x18\x04 \x03(\x0b\x32\x18.triptych.v1.ImageReport\"\xfb\x01\n\x0bImageReport\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\r\n\x05width\x18\x02 \x01(\x05\x12\x0e\n\x06height\x18\x03 \x01(\x05\x12\x14\n\x0c\x65ncoded_side\x18\x04 \x01(\x05\x12\x15\n\rvisual_tokens\x18\x05 \x01(\x05\x12*\n\x06source\x18\x06 \x01(\x0e\x32\x1a.triptych.v1.FeatureSource\x12(\n\x06\x64\x65tail\x18\x0c \x01(\x0e\x32\x18.triptych.v1.ImageDetail\x12\x38\n\x11resolution_reason\x18\r \x01(\x0e\x32\x1d.triptych.v1.ResolutionReason\"\xbf\x01\n\x08\x46inished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.triptych.v1.Usage\x12.\n\tdurations\x18\x03 \x01(\x0b\x32\x1b.triptych.v1.StageDurations\x12.\n\x0c\x64\x65gradations\x18\x04 \x03(\x0b\x32\x18.triptych.v1.Degradation\"N\n\x0b\x44\x65gradation\x12*\n\x04kind\x18\x01 \x01(\x0e\x32\x1c.triptych.v1.DegradationKind\x12\x13\n\x0b\x65xplanation\x18\x02 \x01(\t\"\x11\n\x0fGetModelRequest\"\xa8\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x12\x19\n\x11native_image_side\x18\x04 \x01(\x05\x12\x1c\n\x14native_visual_tokens\x18\x05 \x01(\x05\x12\x12\n\nmax_images\x18\x06 \x01(\x05\x12\x17\n\x0f\x65ncoder_version\x18\x07 \x01(\t*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03*\x8d\x01\n\x0bImageDetail\x12\x1c\n\x18IMAGE_DETAIL_UNSPECIFIED\x10\x00\x12\x15\n\x11IMAGE_DETAIL_HIGH\x10\x01\x12\x17\n\x13IMAGE_DETAIL_MEDIUM\x10\x02\x12\x14\n\x10IMAGE_DETAIL_LOW\x10\x03\x12\x1a\n\x16IMAGE_DETAIL_THUMBNAIL\x10\x04*t\n\x11\x44\x65gradationPolicy\x12\"\n\x1e\x44\x45GRADATION_POLICY_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x44\x45GRADATION_POLICY_ALLOW\x10\x01\x12\x1d\n\x19\x44\x45GRADATION_POLICY_FORBID\x10\x02*\xb2\x01\n\x10ResolutionReason\x12!\n\x1dRESOLUTION_REASON_UNSPECIFIED\x10\x00\x12\x1f\n\x1bRESOLUTION_REASON_REQUESTED\x10\x01\x12\x1c\n\x18RESOLUTION_REASON_MEMORY\x10\x02\x12\x1d\n\x19RESOLUTION_REASON_PENDING\x10\x03\x12\x1d\n\x19RESOLUTION_REASON_ECONOMY\x10\x04*\x8a\x01\n\rFeatureSource\x12\x1e\n\x1a\x46\x45\x41TURE_SOURCE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x46\x45\x41TURE_SOURCE_KV_CACHE\x10\x01\x12 \n\x1c\x46\x45\x41TURE_SOURCE_ENCODER_CACHE\x10\x02\x12\x1a\n\x16\x46\x45\x41TURE_SOURCE_ENCODER\x10\x03*z\n\x0f\x44\x65gradationKind\x12 \n\x1c\x44\x45GRADATION_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x44\x45GRADATION_KIND_TEXT_ONLY\x10\x01\x12%\n!DEGRADATION_KIND_LOWER_RESOLUTION\x10\x02\x32\x9b\x01\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.triptych.v1.GenerateRequest\x1a\x1d.triptych.v1.GenerateResponse0\x01\x12<\n\x08GetModel\x12\x1c.triptych.v1.GetModelRequest\x1a\x12.triptych.v1.Modelb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btriptych/v1/inference.proto\x12\x0btriptych.v1\x1a\x1ctriptych/v1/generation.proto\"\xf0\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x08messages\x18\x02 \x03(\x0b\x32\x14.triptych.v1.Message\x12\x31\n\x08sampling\x18\x03 \x01(\x0b\x32\x1f.triptych.v1.SamplingParameters\x12\x31\n\x08stopping\x18\x04 \x01(\x0b\x32\x1f.triptych.v1.StoppingParameters\x12\'\n\x08priority\x18\x05 \x01(\x0e\x32\x15.triptych.v1.Priority\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12:\n\x12\x64\x65gradation_policy\x18\x07 \x01(\x0e\x32\x1e.triptych.v1.DegradationPolicy\x12\x12\n\nraw_prompt\x18\x08 \x01(\x08\x12.\n\treduction\x18\t \x01(\x0b\x32\x1b.triptych.v1.TokenReduction\"N\n\x0eTokenReduction\x12,\n\x06method\x18\x01 \x01(\x0e\x32\x1c.triptych.v1.ReductionMethod\x12\x0e\n\x06tokens\x18\x02 \x01(\x05\"L\n\x07Message\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.triptych.v1.Role\x12 \n\x05parts\x18\x02 \x03(\x0b\x32\x11.triptych.v1.Part\"F\n\x04Part\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12#\n\x05image\x18\x02 \x01(\x0b\x32\x12.triptych.v1.ImageH\x00\x42\t\n\x07\x63ontent\"Z\n\x05Image\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\r\n\x03url\x18\x02 \x01(\tH\x00\x12(\n\x06\x64\x65tail\x18\x03 \x01(\x0e\x32\x18.triptych.v1.ImageDetailB\x08\n\x06source\"\x94\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.triptych.v1.StartedH\x00\x12#\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x12.triptych.v1.ChunkH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.triptych.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"h\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08trace_id\x18\x03 \x01(\t\x12(\n\x06images\x18\x04 \x03(\x0b\x32\x18.triptych.v1.ImageReport\"\xc3\x02\n\x0bImageReport\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\r\n\x05width\x18\x02 \x01(\x05\x12\x0e\n\x06height\x18\x03 \x01(\x05\x12\x14\n\x0c\x65ncoded_side\x18\x04 \x01(\x05\x12\x15\n\rvisual_tokens\x18\x05 \x01(\x05\x12*\n\x06source\x18\x06 \x01(\x0e\x32\x1a.triptych.v1.FeatureSource\x12\x16\n\x0e\x65ncoder_tokens\x18\x07 \x01(\x05\x12.\n\treduction\x18\x08 \x01(\x0b\x32\x1b.triptych.v1.TokenReduction\x12(\n\x06\x64\x65tail\x18\x0c \x01(\x0e\x32\x18.triptych.v1.ImageDetail\x12\x38\n\x11resolution_reason\x18\r \x01(\x0e\x32\x1d.triptych.v1.ResolutionReason\"\xbf\x01\n\x08\x46inished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.triptych.v1.Usage\x12.\n\tdurations\x18\x03 \x01(\x0b\x32\x1b.triptych.v1.StageDurations\x12.\n\x0c\x64\x65gradations\x18\x04 \x03(\x0b\x32\x18.triptych.v1.Degradation\"N\n\x0b\x44\x65gradation\x12*\n\x04kind\x18\x01 \x01(\x0e\x32\x1c.triptych.v1.DegradationKind\x12\x13\n\x0b\x65xplanation\x18\x02 \x01(\t\"\x11\n\x0fGetModelRequest\"\xa8\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x12\x19\n\x11native_image_side\x18\x04 \x01(\x05\x12\x1c\n\x14native_visual_tokens\x18\x05 \x01(\x05\x12\x12\n\nmax_images\x18\x06 \x01(\x05\x12\x17\n\x0f\x65ncoder_version\x18\x07 \x01(\t*\x87\x01\n\x0fReductionMethod\x12 \n\x1cREDUCTION_METHOD_UNSPECIFIED\x10\x00\x12\x19\n\x15REDUCTION_METHOD_NONE\x10\x01\x12\x1b\n\x17REDUCTION_METHOD_KMEANS\x10\x02\x12\x1a\n\x16REDUCTION_METHOD_MERGE\x10\x03*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_SYSTEM\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x12\n\x0eROLE_ASSISTANT\x10\x03*\x8d\x01\n\x0bImageDetail\x12\x1c\n\x18IMAGE_DETAIL_UNSPECIFIED\x10\x00\x12\x15\n\x11IMAGE_DETAIL_HIGH\x10\x01\x12\x17\n\x13IMAGE_DETAIL_MEDIUM\x10\x02\x12\x14\n\x10IMAGE_DETAIL_LOW\x10\x03\x12\x1a\n\x16IMAGE_DETAIL_THUMBNAIL\x10\x04*t\n\x11\x44\x65gradationPolicy\x12\"\n\x1e\x44\x45GRADATION_POLICY_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x44\x45GRADATION_POLICY_ALLOW\x10\x01\x12\x1d\n\x19\x44\x45GRADATION_POLICY_FORBID\x10\x02*\xb2\x01\n\x10ResolutionReason\x12!\n\x1dRESOLUTION_REASON_UNSPECIFIED\x10\x00\x12\x1f\n\x1bRESOLUTION_REASON_REQUESTED\x10\x01\x12\x1c\n\x18RESOLUTION_REASON_MEMORY\x10\x02\x12\x1d\n\x19RESOLUTION_REASON_PENDING\x10\x03\x12\x1d\n\x19RESOLUTION_REASON_ECONOMY\x10\x04*\x8a\x01\n\rFeatureSource\x12\x1e\n\x1a\x46\x45\x41TURE_SOURCE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x46\x45\x41TURE_SOURCE_KV_CACHE\x10\x01\x12 \n\x1c\x46\x45\x41TURE_SOURCE_ENCODER_CACHE\x10\x02\x12\x1a\n\x16\x46\x45\x41TURE_SOURCE_ENCODER\x10\x03*z\n\x0f\x44\x65gradationKind\x12 \n\x1c\x44\x45GRADATION_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x44\x45GRADATION_KIND_TEXT_ONLY\x10\x01\x12%\n!DEGRADATION_KIND_LOWER_RESOLUTION\x10\x02\x32\x9b\x01\n\x10InferenceService\x12I\n\x08Generate\x12\x1c.triptych.v1.GenerateRequest\x1a\x1d.triptych.v1.GenerateResponse0\x01\x12<\n\x08GetModel\x12\x1c.triptych.v1.GetModelRequest\x1a\x12.triptych.v1.Modelb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1614
-  _globals['_ROLE']._serialized_end=1694
-  _globals['_IMAGEDETAIL']._serialized_start=1697
-  _globals['_IMAGEDETAIL']._serialized_end=1838
-  _globals['_DEGRADATIONPOLICY']._serialized_start=1840
-  _globals['_DEGRADATIONPOLICY']._serialized_end=1956
-  _globals['_RESOLUTIONREASON']._serialized_start=1959
-  _globals['_RESOLUTIONREASON']._serialized_end=2137
-  _globals['_FEATURESOURCE']._serialized_start=2140
-  _globals['_FEATURESOURCE']._serialized_end=2278
-  _globals['_DEGRADATIONKIND']._serialized_start=2280
-  _globals['_DEGRADATIONKIND']._serialized_end=2402
+  _globals['_REDUCTIONMETHOD']._serialized_start=1815
+  _globals['_REDUCTIONMETHOD']._serialized_end=1950
+  _globals['_ROLE']._serialized_start=1952
+  _globals['_ROLE']._serialized_end=2032
+  _globals['_IMAGEDETAIL']._serialized_start=2035
+  _globals['_IMAGEDETAIL']._serialized_end=2176
+  _globals['_DEGRADATIONPOLICY']._serialized_start=2178
+  _globals['_DEGRADATIONPOLICY']._serialized_end=2294
+  _globals['_RESOLUTIONREASON']._serialized_start=2297
+  _globals['_RESOLUTIONREASON']._serialized_end=2475
+  _globals['_FEATURESOURCE']._serialized_start=2478
+  _globals['_FEATURESOURCE']._serialized_end=2616
+  _globals['_DEGRADATIONKIND']._serialized_start=2618
+  _globals['_DEGRADATIONKIND']._serialized_end=2740
   _globals['_GENERATEREQUEST']._serialized_start=75
-  _globals['_GENERATEREQUEST']._serialized_end=395
-  _globals['_MESSAGE']._serialized_start=397
-  _globals['_MESSAGE']._serialized_end=473
-  _globals['_PART']._serialized_start=475
-  _globals['_PART']._serialized_end=545
-  _globals['_IMAGE']._serialized_start=547
-  _globals['_IMAGE']._serialized_end=637
-  _globals['_GENERATERESPONSE']._serialized_start=640
-  _globals['_GENERATERESPONSE']._serialized_end=788
-  _globals['_STARTED']._serialized_start=790
-  _globals['_STARTED']._serialized_end=894
-  _globals['_IMAGEREPORT']._serialized_start=897
-  _globals['_IMAGEREPORT']._serialized_end=1148
-  _globals['_FINISHED']._serialized_start=1151
-  _globals['_FINISHED']._serialized_end=1342
-  _globals['_DEGRADATION']._serialized_start=1344
-  _globals['_DEGRADATION']._serialized_end=1422
-  _globals['_GETMODELREQUEST']._serialized_start=1424
-  _globals['_GETMODELREQUEST']._serialized_end=1441
-  _globals['_MODEL']._serialized_start=1444
-  _globals['_MODEL']._serialized_end=1612
-  _globals['_INFERENCESERVICE']._serialized_start=2405
-  _globals['_INFERENCESERVICE']._serialized_end=2560
+  _globals['_GENERATEREQUEST']._serialized_end=443
+  _globals['_TOKENREDUCTION']._serialized_start=445
+  _globals['_TOKENREDUCTION']._serialized_end=523
+  _globals['_MESSAGE']._serialized_start=525
+  _globals['_MESSAGE']._serialized_end=601
+  _globals['_PART']._serialized_start=603
+  _globals['_PART']._serialized_end=673
+  _globals['_IMAGE']._serialized_start=675
+  _globals['_IMAGE']._serialized_end=765
+  _globals['_GENERATERESPONSE']._serialized_start=768
+  _globals['_GENERATERESPONSE']._serialized_end=916
+  _globals['_STARTED']._serialized_start=918
+  _globals['_STARTED']._serialized_end=1022
+  _globals['_IMAGEREPORT']._serialized_start=1025
+  _globals['_IMAGEREPORT']._serialized_end=1348
+  _globals['_FINISHED']._serialized_start=1351
+  _globals['_FINISHED']._serialized_end=1542
+  _globals['_DEGRADATION']._serialized_start=1544
+  _globals['_DEGRADATION']._serialized_end=1622
+  _globals['_GETMODELREQUEST']._serialized_start=1624
+  _globals['_GETMODELREQUEST']._serialized_end=1641
+  _globals['_MODEL']._serialized_start=1644
+  _globals['_MODEL']._serialized_end=1812
+  _globals['_INFERENCESERVICE']._serialized_start=2743
+  _globals['_INFERENCESERVICE']._serialized_end=2898
 # @@protoc_insertion_point(module_scope)

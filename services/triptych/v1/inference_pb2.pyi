@@ -20,6 +20,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ReductionMethod:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReductionMethodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReductionMethod.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REDUCTION_METHOD_UNSPECIFIED: _ReductionMethod.ValueType  # 0
+    """Treated as the router's `token_reduction`."""
+    REDUCTION_METHOD_NONE: _ReductionMethod.ValueType  # 1
+    """All tokens are kept."""
+    REDUCTION_METHOD_KMEANS: _ReductionMethod.ValueType  # 2
+    """Each token left is the mean of a k-means cluster of the image's tokens."""
+    REDUCTION_METHOD_MERGE: _ReductionMethod.ValueType  # 3
+    """The most similar pairs are merged until few enough are left (bipartite soft matching)."""
+
+class ReductionMethod(_ReductionMethod, metaclass=_ReductionMethodEnumTypeWrapper):
+    """Ways to keep fewer visual tokens."""
+
+REDUCTION_METHOD_UNSPECIFIED: ReductionMethod.ValueType  # 0
+"""Treated as the router's `token_reduction`."""
+REDUCTION_METHOD_NONE: ReductionMethod.ValueType  # 1
+"""All tokens are kept."""
+REDUCTION_METHOD_KMEANS: ReductionMethod.ValueType  # 2
+"""Each token left is the mean of a k-means cluster of the image's tokens."""
+REDUCTION_METHOD_MERGE: ReductionMethod.ValueType  # 3
+"""The most similar pairs are merged until few enough are left (bipartite soft matching)."""
+Global___ReductionMethod: _TypeAlias = ReductionMethod  # noqa: Y015
+
 class _Role:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -202,6 +230,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     DEGRADATION_POLICY_FIELD_NUMBER: _builtins.int
     RAW_PROMPT_FIELD_NUMBER: _builtins.int
+    REDUCTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name for logs, traces and the response. At most 128 characters of [A-Za-z0-9._:-]; empty (default): the router
     makes one.
@@ -230,6 +259,10 @@ class GenerateRequest(_message.Message):
     def stopping(self) -> _generation_pb2.StoppingParameters:
         """When to stop."""
 
+    @_builtins.property
+    def reduction(self) -> Global___TokenReduction:
+        """Keeps fewer visual tokens of each image. Default: the router's `token_reduction`."""
+
     def __init__(
         self,
         *,
@@ -241,14 +274,43 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         degradation_policy: Global___DegradationPolicy.ValueType = ...,
         raw_prompt: _builtins.bool = ...,
+        reduction: Global___TokenReduction | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reduction", b"reduction", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "degradation_policy", b"degradation_policy", "messages", b"messages", "priority", b"priority", "raw_prompt", b"raw_prompt", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "degradation_policy", b"degradation_policy", "messages", b"messages", "priority", b"priority", "raw_prompt", b"raw_prompt", "reduction", b"reduction", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class TokenReduction(_message.Message):
+    """How an image's visual tokens become fewer before the model sees them. An image that has no more than `tokens` is left as it
+    is. Tokens that are left stand in the order of their mean positions.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    method: Global___ReductionMethod.ValueType
+    """How. Default: the router's `token_reduction`."""
+    tokens: _builtins.int
+    """Tokens kept of each image. Range 1 to 9999; 0 (default) is 128. Must be 0 unless `method` is one that reduces."""
+    def __init__(
+        self,
+        *,
+        method: Global___ReductionMethod.ValueType = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["method", b"method", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenReduction: _TypeAlias = TokenReduction  # noqa: Y015
 
 @_typing.final
 class Message(_message.Message):
@@ -428,10 +490,12 @@ class ImageReport(_message.Message):
     ENCODED_SIDE_FIELD_NUMBER: _builtins.int
     VISUAL_TOKENS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
+    REDUCTION_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     RESOLUTION_REASON_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
-    """Its 256-bit identity, lower-case hex. It depends on pixels, preprocessing, encoder version and cache salt."""
+    """Its 256-bit identity, lower-case hex. It depends on pixels, preprocessing, encoder version, token reduction and cache salt."""
     width: _builtins.int
     """Size of the picture as sent, upright, in pixels."""
     height: _builtins.int
@@ -442,10 +506,16 @@ class ImageReport(_message.Message):
     """Tokens it takes in the prompt."""
     source: Global___FeatureSource.ValueType
     """Where its features came from."""
+    encoder_tokens: _builtins.int
+    """Tokens the encoder gives for it, before any reduction."""
     detail: Global___ImageDetail.ValueType
     """The resolution it was encoded at: as asked for in `Image.detail`, or lower."""
     resolution_reason: Global___ResolutionReason.ValueType
     """Why that resolution."""
+    @_builtins.property
+    def reduction(self) -> Global___TokenReduction:
+        """How `encoder_tokens` became `visual_tokens`; unset when nothing was reduced."""
+
     def __init__(
         self,
         *,
@@ -455,12 +525,14 @@ class ImageReport(_message.Message):
         encoded_side: _builtins.int = ...,
         visual_tokens: _builtins.int = ...,
         source: Global___FeatureSource.ValueType = ...,
+        encoder_tokens: _builtins.int = ...,
+        reduction: Global___TokenReduction | None = ...,
         detail: Global___ImageDetail.ValueType = ...,
         resolution_reason: Global___ResolutionReason.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reduction", b"reduction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "encoded_side", b"encoded_side", "height", b"height", "identity", b"identity", "resolution_reason", b"resolution_reason", "source", b"source", "visual_tokens", b"visual_tokens", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "encoded_side", b"encoded_side", "encoder_tokens", b"encoder_tokens", "height", b"height", "identity", b"identity", "reduction", b"reduction", "resolution_reason", b"resolution_reason", "source", b"source", "visual_tokens", b"visual_tokens", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

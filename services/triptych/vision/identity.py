@@ -14,6 +14,8 @@ import hashlib
 from PIL import Image
 
 from triptych.vision.encoder_spec import EncoderSpec
+from triptych.vision.reduction import REVISION
+from triptych.vision.reduction_spec import Reduction
 
 _STRIP_BYTES = 4 << 20
 
@@ -33,8 +35,13 @@ def content_digest(image: Image.Image) -> bytes:
     return digest.digest()
 
 
-def identity(content: bytes, spec: EncoderSpec, side: int, cache_salt: str) -> bytes:
-    """Returns the 32-byte identity of an image encoded at side x side pixels, for one cache salt."""
+def identity(
+    content: bytes, spec: EncoderSpec, side: int, cache_salt: str, reduction: Reduction | None = None
+) -> bytes:
+    """Returns the 32-byte identity of an image encoded at side x side pixels, for one cache salt.
+
+    `reduction` is what the features go through; None also where it changes nothing, so that both share one identity.
+    """
     digest = hashlib.sha256()
     _add(digest, b"content", content)
     _add(digest, b"preprocessing", spec.preprocessing.encode())
@@ -43,6 +50,8 @@ def identity(content: bytes, spec: EncoderSpec, side: int, cache_salt: str) -> b
     _add(digest, b"version", spec.version.encode())
     _add(digest, b"features", f"{spec.select_strategy}:{spec.hidden_size}".encode())
     _add(digest, b"salt", cache_salt.encode())
+    if reduction is not None:
+        _add(digest, b"reduction", f"{reduction}:{REVISION}".encode())
     return digest.digest()
 
 
