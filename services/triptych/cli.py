@@ -96,6 +96,9 @@ def ask(
     reduce: Annotated[
         str | None, typer.Option(help="keep fewer visual tokens: kmeans:N or merge:N; none: all", show_default=False)
     ] = None,
+    draft: Annotated[
+        bool | None, typer.Option("--draft/--no-draft", help="begin with a draft encoder's features, checked later")
+    ] = None,
     timeout_s: Annotated[float, typer.Option(help="give up after this many seconds")] = 120.0,
     as_json: Json = False,
 ) -> None:
@@ -103,7 +106,9 @@ def ask(
     from triptych.commands.ask import run
 
     *images, question = arguments
-    options = client.Options(max_tokens=max_tokens, temperature=temperature, reduce=reduce, timeout_s=timeout_s)
+    options = client.Options(
+        max_tokens=max_tokens, temperature=temperature, reduce=reduce, draft=draft, timeout_s=timeout_s
+    )
     run(address, [Path(image) for image in images], question, detail, options, as_json)
 
 
@@ -123,14 +128,18 @@ def evaluate(
         list[str] | None,
         typer.Option(help="kmeans:N or merge:N, beside all tokens, with times; may be repeated; unset: resolutions"),
     ] = None,
+    draft: Annotated[
+        list[float] | None,
+        typer.Option(min=0, max=1, help="draft encoding, kept from this similarity on, with times; may be repeated"),
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="writes the table to this Markdown file")] = None,
     as_json: Json = False,
 ) -> None:
     """Measures the demo model's exact answers on held-out scenes through a running stack."""
-    if reduce:
-        from triptych.commands import evaluate_tokens
+    if reduce or draft:
+        from triptych.commands import evaluate_ways
 
-        evaluate_tokens.run(count, address, reduce, report, as_json)
+        evaluate_ways.run(count, address, reduce or [], draft or [], report, as_json)
         return
     from triptych.commands.evaluate import run
 
@@ -142,13 +151,19 @@ def export(
     model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="LLaVA-format checkpoint folder")],
     repository: Annotated[Path, typer.Option(help="model repository to write to")] = Path("model_repository"),
     version: Annotated[int, typer.Option(min=1, help="version folder to write")] = 1,
+    draft: Annotated[
+        Path | None, typer.Option(help="folder of a CLIPVisionModel that imitates the encoder; written beside it")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Writes a checkpoint's vision encoder, projector and their ensemble as a Triton model repository."""
     from triptych.vision.export import export as write
+    from triptych.vision.export_draft import export_draft
 
     setup_logging("export")
     write(model_dir, repository, version)
+    if draft is not None:
+        export_draft(model_dir, draft, repository, version)
     if as_json:
         print(json.dumps({"model": str(model_dir), "repository": str(repository), "version": version}))
 

@@ -33,6 +33,12 @@ PartLike = str | bytes | Path
 Detail = Literal["high", "medium", "low", "thumbnail"]
 PriorityName = Literal["interactive", "standard", "economy"]
 
+_DRAFT_MODES = {
+    None: inference.DRAFT_MODE_UNSPECIFIED,
+    False: inference.DRAFT_MODE_OFF,
+    True: inference.DRAFT_MODE_ON,
+}
+
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
@@ -52,6 +58,9 @@ class Options:
         priority: Scheduling class.
         cache_salt: Separates tenants in every cache.
         reduce: Fewer visual tokens of each image: `none`, `kmeans:N` or `merge:N`; None is the service's default.
+        draft: Whether to begin with a draft encoder's features; None is the service's default.
+        draft_threshold: Least similarity at which they are kept, in (0, 1]; None is the service's default.
+        early_text: Whether text may come before they are checked; a `retracted` event then takes wrong text back.
         degrade: Whether a text-only answer is better than an error when the encoder is late.
         request_id: Name for logs and traces; empty: the router makes one.
         timeout_s: The call's deadline; None waits for ever.
@@ -68,6 +77,9 @@ class Options:
     priority: PriorityName = "standard"
     cache_salt: str = ""
     reduce: str | None = None
+    draft: bool | None = None
+    draft_threshold: float | None = None
+    early_text: bool = False
     degrade: bool = True
     request_id: str = ""
     timeout_s: float | None = None
@@ -135,6 +147,9 @@ def build_request(messages: Sequence[inference.Message], options: Options) -> in
         cache_salt=options.cache_salt,
         degradation_policy=policy,
         reduction=None if options.reduce is None else to_message(parse_reduction(options.reduce)),
+        draft=inference.DraftOptions(
+            mode=_DRAFT_MODES[options.draft], threshold=options.draft_threshold, early_text=options.early_text
+        ),
     )
 
 
@@ -251,6 +266,8 @@ class _Collector:
         kind = event.WhichOneof("event")
         if kind == "chunk":
             self._pieces.append(event.chunk.text)
+        elif kind == "retracted":
+            self._pieces.clear()
         elif kind == "started":
             self._started = event.started
         elif kind == "finished":

@@ -98,6 +98,12 @@ class WorkerSettings(BaseSettings):
     draft_weights: Literal["auto", "int8"] = Field("auto", description="weights of the draft model; auto: as weights")
     max_wait_s: float = Field(5.0, gt=0, description="seconds of waiting that lift a request by one priority class")
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of a request that names none")
+    draft_timeout_s: float = Field(
+        35.0,
+        gt=0,
+        description="longest wait of a generation on draft features for the verdict on them, in seconds; more than the "
+        "router's encode_timeout_s",
+    )
     prefix_cache: bool = Field(True, description="keep KV of finished requests for prefix reuse while memory lasts")
     stall_timeout_s: float = Field(
         30.0, gt=0, description="seconds without engine progress, while there is work, after which readiness is lost"
@@ -153,6 +159,15 @@ class RouterSettings(BaseSettings):
         pattern=PATTERN,
         description="what makes an image's visual tokens fewer where a request does not say: none, kmeans:N or "
         "merge:N, N tokens kept, 128 without N",
+    )
+    speculative_vision: bool = Field(
+        False,
+        description="begin answers with a draft encoder's features and check them against the encoder's, where a "
+        "request does not say",
+    )
+    draft_model: str = Field("vision_draft", description="Triton model of the draft encoder")
+    draft_threshold: float = Field(
+        0.95, gt=0, le=1, description="mean cosine of an image's tokens to the encoder's at which a draft is kept"
     )
     encode_timeout_s: float = Field(
         30.0,

@@ -5,7 +5,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import shared_memory
 from typing import Any
 
@@ -101,6 +101,11 @@ def shared_proto(array: Array) -> Iterator[tensor_pb2.Tensor]:
     finally:
         block.close()
         block.unlink()
+
+
+def sent(array: Array, shared: ExitStack | None) -> tensor_pb2.Tensor:
+    """Returns an array inline, or, when `shared` is given, in shared memory that lives until that stack closes."""
+    return to_proto(array) if shared is None else shared.enter_context(shared_proto(array))
 
 
 def _type_of(array: Array) -> tensor_pb2.DataType.ValueType:

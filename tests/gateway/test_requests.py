@@ -67,6 +67,8 @@ async def test_our_own_options_are_under_one_name(rig: Rig) -> None:
         "priority": "economy",
         "resolution": "thumbnail",
         "reduction": "merge:32",
+        "draft": False,
+        "draft_threshold": 0.9,
         "cache_salt": "ann",
         "degrade": False,
         "request_id": "mine",
@@ -79,6 +81,7 @@ async def test_our_own_options_are_under_one_name(rig: Rig) -> None:
     assert request.priority == generation_pb2.PRIORITY_ECONOMY
     assert request.cache_salt == "ann"
     assert (request.reduction.method, request.reduction.tokens) == (inference_pb2.REDUCTION_METHOD_MERGE, 32)
+    assert (request.draft.mode, request.draft.threshold) == (inference_pb2.DRAFT_MODE_OFF, 0.9)
     assert request.degradation_policy == inference_pb2.DEGRADATION_POLICY_FORBID
     assert request.messages[0].parts[0].image.detail == inference_pb2.IMAGE_DETAIL_THUMBNAIL
     assert (request.sampling.top_k, request.sampling.repetition_penalty) == (5, 1.5)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -23,6 +23,7 @@ class Rig:
 
     router: Router
     encoder: FakeEncoder
+    draft_encoder: FakeEncoder
     worker: FakeWorker
     worker_server: grpc.aio.Server
     worker_port: int
@@ -77,17 +78,22 @@ def settings() -> dict[str, Any]:
 
 @pytest.fixture
 async def rig(settings: dict[str, Any]) -> AsyncIterator[Rig]:
-    encoder, worker = FakeEncoder(), FakeWorker()
+    encoder, draft_encoder, worker = FakeEncoder(), FakeEncoder(), FakeWorker()
+    assert draft_encoder.spec is not None
+    draft_encoder.spec = replace(draft_encoder.spec, fingerprint="draft")
     server, port = await start_worker(worker)
     knobs = RouterSettings(worker=f"127.0.0.1:{port}", **settings)
-    async with run_router(knobs, encoder, port=0) as router, open_channel(f"127.0.0.1:{router.port}") as channel:
+    async with (
+        run_router(knobs, encoder, port=0, draft_encoder=draft_encoder) as router,
+        open_channel(f"127.0.0.1:{router.port}") as channel,
+    ):
         await until(lambda: router.readiness.ready)
-        rig = Rig(router, encoder, worker, server, port, channel)
+        rig = Rig(router, encoder, draft_encoder, worker, server, port, channel)
         try:
             yield rig
             await until(lambda: router.pipeline.admission.requests == 0)
             router.pipeline.check_integrity()
-            assert encoder.running == 0
+            assert encoder.running == draft_encoder.running == 0
         finally:
             await rig.worker_server.stop(None)
 

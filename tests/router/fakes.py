@@ -44,6 +44,7 @@ class FakeEncoder:
         self.running = 0
         self.traces: list[Context | None] = []
         self.behave: Callable[[], Any] = lambda: asyncio.sleep(0)
+        self.direction = np.ones(SPEC.hidden_size, np.float32)
 
     async def refresh(self, timeout_s: float) -> bool:
         return self.ready
@@ -72,7 +73,7 @@ class FakeEncoder:
             await self.behave()
         finally:
             self.running -= 1
-        return np.full((SPEC.token_count(pixels.shape[-1]), SPEC.hidden_size), pixels.mean(), np.float32)
+        return np.tile(pixels.mean() * self.direction, (SPEC.token_count(pixels.shape[-1]), 1)).astype(np.float32)
 
     async def close(self) -> None:
         pass
@@ -96,6 +97,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.hidden_size = SPEC.hidden_size
         self.text_only = False
         self.refuse: TriptychError | None = None
+        self.verdicts: list[worker_pb2.SettleDraftRequest] = []
+        self.settled: dict[str, asyncio.Event] = {}
+        self.before_settled: Callable[[], Any] = lambda: asyncio.sleep(0)
 
     async def Generate(
         self, request: worker_pb2.WorkerGenerateRequest, context: "grpc.aio.ServicerContext[Any, Any]"
@@ -113,10 +117,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             if self.refuse is not None:
                 raise self.refuse
             yield worker_pb2.WorkerGenerateResponse(started=worker_pb2.WorkerStarted(prompt_tokens=9))
+            if request.HasField("draft") and not request.draft.early_text:
+                await self.settled.setdefault(request.draft.id, asyncio.Event()).wait()
             await self.before_first()
             for index, word in enumerate(self.words):
                 await self.between(index)
                 yield worker_pb2.WorkerGenerateResponse(chunk=generation_pb2.Chunk(text=word, token_count=1))
+            if request.draft.early_text:
+                await self.settled.setdefault(request.draft.id, asyncio.Event()).wait()
+                if not self.verdicts[-1].keep:
+                    yield worker_pb2.WorkerGenerateResponse(retracted=generation_pb2.Retracted())
+                    yield worker_pb2.WorkerGenerateResponse(chunk=generation_pb2.Chunk(text="right", token_count=1))
             finished = worker_pb2.WorkerFinished(finish_reason=generation_pb2.FINISH_REASON_END)
             finished.usage.text_tokens = 5
             finished.usage.visual_tokens = sum(image.token_count for image in images)
@@ -127,6 +138,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             yield worker_pb2.WorkerGenerateResponse(finished=finished)
         finally:
             self.running -= 1
+
+    async def SettleDraft(
+        self, request: worker_pb2.SettleDraftRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> worker_pb2.SettleDraftResponse:
+        await self.before_settled()
+        self.verdicts.append(request)
+        self.settled.setdefault(request.id, asyncio.Event()).set()
+        return worker_pb2.SettleDraftResponse(drafted_tokens=2)
 
     async def ProbeCache(
         self, request: worker_pb2.ProbeCacheRequest, context: "grpc.aio.ServicerContext[Any, Any]"

@@ -47,9 +47,9 @@ class Client:
         return caught.value
 
     async def settle(self) -> None:
-        """Waits until the engine has nothing to do, and checks its books."""
+        """Waits until the engine has nothing to do and no draft waits, and checks the books."""
         deadline = time.monotonic() + 10
-        while await self.worker.engine.call(lambda engine: engine.has_work):
+        while await self.worker.engine.call(lambda engine: engine.has_work) or len(self.worker.drafts):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
         await self.worker.engine.call(lambda engine: engine.check_integrity())

@@ -9,6 +9,7 @@ from rich.console import Console
 from triptych import client
 from triptych.errors import InvalidRequest, Unavailable
 from triptych.v1 import inference_pb2 as inference
+from triptych.vision.draft_report import draft_json, outcome_name
 from triptych.vision.reduction_spec import reduction_text
 
 
@@ -57,8 +58,18 @@ def run(
     )
     console = Console(file=sys.stderr)
     console.print(f"{tokens}; {summary}", style="dim", highlight=False, soft_wrap=True)
+    if finished.HasField("draft"):
+        console.print(draft_summary(finished.draft), style="dim", highlight=False, soft_wrap=True)
     for degradation in finished.degradations:
         console.print(f"degraded: {degradation.explanation}", style="yellow", highlight=False, soft_wrap=True)
+
+
+def draft_summary(draft: inference.DraftReport) -> str:
+    """Returns what became of a draft, for people."""
+    outcome = outcome_name(draft)
+    if not draft.HasField("similarity"):
+        return f"draft {outcome}"
+    return f"draft {outcome}: similarity {draft.similarity:.3f}, least similar token {draft.lowest_similarity:.3f}"
 
 
 def answer_json(answer: client.Answer) -> dict[str, object]:
@@ -90,5 +101,6 @@ def answer_json(answer: client.Answer) -> dict[str, object]:
             for image in answer.started.images
         ],
         "degradations": [degradation.explanation for degradation in answer.finished.degradations],
+        "draft": draft_json(answer.finished),
         "trace_id": answer.started.trace_id,
     }

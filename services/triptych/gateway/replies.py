@@ -35,7 +35,7 @@ class ImageReport(BaseModel):
     visual_tokens: int
     encoder_tokens: int = Field(description="visual tokens before any reduction")
     reduction: str | None = Field(description="what made them fewer, such as kmeans:128; null when nothing did")
-    source: Literal["encoder", "encoder_cache", "kv_cache", "dropped"]
+    source: Literal["encoder", "encoder_cache", "kv_cache", "draft", "dropped"]
 
 
 class TokenCounts(BaseModel):
@@ -45,6 +45,15 @@ class TokenCounts(BaseModel):
     visual_tokens: int
     cached_tokens: int
     output_tokens: int
+
+
+class DraftReport(BaseModel):
+    """What became of a draft encoder's features."""
+
+    outcome: Literal["kept", "rejected", "unneeded", "unavailable", "unverified"]
+    similarity: float | None = Field(description="mean cosine of a picture's tokens to the encoder's")
+    lowest_similarity: float | None = Field(description="of the least similar token")
+    drafted_tokens: int
 
 
 class DegradationReport(BaseModel):
@@ -62,6 +71,7 @@ class Report(BaseModel):
     images: list[ImageReport]
     timings: dict[str, float] = Field(description="seconds per stage, for the stages that happened")
     usage: TokenCounts
+    draft: DraftReport | None = Field(description="null when there was none")
     degradations: list[DegradationReport]
 
 

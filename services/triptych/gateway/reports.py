@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from triptych.v1 import generation_pb2, inference_pb2
+from triptych.vision.draft_report import draft_json
 from triptych.vision.reduction_spec import reduction_text
 
 
@@ -58,6 +59,7 @@ def finished_report(finished: inference_pb2.Finished) -> dict[str, Any]:
             "cached_tokens": usage.cached_tokens,
             "output_tokens": usage.output_tokens,
         },
+        "draft": draft_json(finished),
         "degradations": [
             {
                 "kind": _lower(inference_pb2.DegradationKind.Name(item.kind), "DEGRADATION_KIND_", "unknown"),

@@ -144,6 +144,12 @@ class Options(Closed):
     reduction: str | None = Field(
         None, pattern=PATTERN, description=f"keeps fewer visual tokens of every picture: {RULE}"
     )
+    draft: bool | None = Field(
+        None, description="true: begin with a draft encoder's features; text comes once they have been checked"
+    )
+    draft_threshold: float | None = Field(
+        None, gt=0, le=1, description="least similarity at which the draft is kept, the mean cosine of its tokens"
+    )
     cache_salt: Text | None = Field(None, max_length=64, description="requests with different salts share no cache")
     degrade: bool | None = Field(
         None, description="true, the default: rather a text-only answer, or less resolution, than an error"

@@ -112,6 +112,10 @@ def _base(body: SamplingRequest, options: Options, tenant: str) -> inference_pb2
         request.degradation_policy = inference_pb2.DEGRADATION_POLICY_FORBID
     if options.reduction:
         request.reduction.CopyFrom(to_message(parse_reduction(options.reduction)))
+    if options.draft is not None:
+        request.draft.mode = inference_pb2.DRAFT_MODE_ON if options.draft else inference_pb2.DRAFT_MODE_OFF
+    if options.draft_threshold is not None:
+        request.draft.threshold = options.draft_threshold
     return request
 
 

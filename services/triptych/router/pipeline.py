@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack, aclosing
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -13,12 +13,14 @@ from opentelemetry.trace import Span, SpanKind
 from triptych.config import RouterSettings
 from triptych.errors import EncoderChanged, FeaturesRequired, TriptychError, Unavailable
 from triptych.router.admission import Admission, image_bytes_of
+from triptych.router.drafting import Drafting
 from triptych.router.holding import Holding
 from triptych.router.metrics import RouterMetrics
 from triptych.router.readiness import REFRESH_TIMEOUT_S
 from triptych.router.request import RequestState
 from triptych.router.resolution import ResolutionManager
 from triptych.router.steps import Encode, Intake, Preprocess, Probe, Step
+from triptych.router.verdict import WithVerdict
 from triptych.router.worker_client import WorkerClient
 from triptych.telemetry.spans import open_span
 from triptych.telemetry.tracing import trace_id_of
@@ -34,14 +36,20 @@ _ENCODER_CHANGES = 3
 
 
 class Pipeline:
-    """Runs requests. Owns the threads for image work and the encoder cache; encoder and worker are given."""
+    """Runs requests. Owns the threads for image work and the encoder cache; encoders and worker are given."""
 
     def __init__(
-        self, settings: RouterSettings, encoder: Encoder, worker: WorkerClient, metrics: RouterMetrics | None = None
+        self,
+        settings: RouterSettings,
+        encoder: Encoder,
+        draft_encoder: Encoder,
+        worker: WorkerClient,
+        metrics: RouterMetrics | None = None,
     ) -> None:
         self._metrics = metrics or RouterMetrics()
         self._settings = settings
         self._encoder = encoder
+        self._draft_encoder = draft_encoder
         self._worker = worker
         self._threads = ThreadPoolExecutor(settings.preprocess_threads, thread_name_prefix="preprocess")
         self.admission = Admission(settings)
@@ -50,7 +58,8 @@ class Pipeline:
         self._resolution = ResolutionManager(
             settings, lambda: Load(worker.headroom, self.admission.pending), self._metrics.resolutions
         )
-        self._encode = Encode(settings, encoder, self.cache, self._threads)
+        self._drafting = Drafting(settings, encoder, draft_encoder, self.cache, worker, self._threads)
+        self._encode = Encode(settings, encoder, self.cache, self._threads, self._drafting)
         self._steps: tuple[Step, ...] = (
             Intake(settings, worker, self._threads),
             Preprocess(settings, encoder, self.cache, self._threads, self._resolution, self.holding),
@@ -84,12 +93,14 @@ class Pipeline:
                 log.info("request %s failed: %s", state.request_id, error.reason)
                 raise
             finally:
+                await state.drop_draft()
                 state.give_up_images()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every part's books add up, and, when no request runs, nothing is held."""
         self.admission.check_integrity()
         self._encoder.check_integrity()
+        self._draft_encoder.check_integrity()
         if self.admission.requests:
             self.cache.check_integrity()
         else:
@@ -98,11 +109,12 @@ class Pipeline:
 
     def close(self) -> None:
         """Stops the threads; work that has not begun is dropped."""
+        self._drafting.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, state: RequestState, span: Span) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         await self._prepare(state)
-        relay = Relay(state, span, self._worker, self._settings)
+        relay = Relay(state, span, self._worker, self._drafting, self._settings)
         try:
             async with aclosing(relay.run()) as events:
                 async for event in events:
@@ -111,12 +123,17 @@ class Pipeline:
             # The KV that the probe saw was evicted meanwhile. The client learns nothing of it.
             if relay.chunks:
                 raise
+            try:
+                await self._encode.run(state, everything=True)
+            except EncoderChanged:
+                await self._prepare_again(state)
+        except EncoderChanged:
+            # The encoder was replaced while a draft waited for its features.
+            if relay.chunks:
+                raise
+            await self._prepare_again(state)
         else:
             return
-        try:
-            await self._encode.run(state, everything=True)
-        except EncoderChanged:
-            await self._prepare(state)
         async with aclosing(relay.run()) as events:
             async for event in events:
                 yield event
@@ -136,6 +153,11 @@ class Pipeline:
                 log.info("request %s: the encoder was replaced; naming its images anew", state.request_id)
         self._note_sources(state)
 
+    async def _prepare_again(self, state: RequestState) -> None:
+        await state.drop_draft()
+        state.start_over()
+        await self._prepare(state)
+
     def _note_sources(self, state: RequestState) -> None:
         """Counts what the three look-ups found, and writes it on the request's span."""
         sources = [image.feature_source for image in state.images]
@@ -154,10 +176,13 @@ class Pipeline:
 class Relay:
     """Asks the worker for one request's answer and turns its events into the client's."""
 
-    def __init__(self, state: RequestState, span: Span, worker: WorkerClient, settings: RouterSettings) -> None:
+    def __init__(
+        self, state: RequestState, span: Span, worker: WorkerClient, drafting: Drafting, settings: RouterSettings
+    ) -> None:
         self._state = state
         self._span = span
         self._worker = worker
+        self._drafting = drafting
         self._settings = settings
         self._started = False
         self.chunks = 0
@@ -168,27 +193,33 @@ class Relay:
         model = self._check_model(self._worker.model)
         first_token_s = state.within_deadline(settings.queue_timeout_s + settings.prefill_timeout_s)
         finished = False
-        with (
-            ExitStack() as shared,
-            open_span("router.worker", state.trace, SpanKind.CLIENT) as (_, context),
-        ):
+        async with AsyncExitStack() as stack:
+            shared = stack.enter_context(ExitStack())
+            _, context = stack.enter_context(open_span("router.worker", state.trace, SpanKind.CLIENT))
             request = state.worker_request(shared if settings.shared_memory else None)
             events = self._worker.generate(request, context, first_token_s, settings.next_token_timeout_s)
-            async with aclosing(events):
-                async for event in events:
+            with_verdict = WithVerdict(await stack.enter_async_context(aclosing(events)))
+            async with aclosing(with_verdict):
+                async for event in with_verdict:
                     kind = event.WhichOneof("event")
                     if kind == "started":
                         # The worker has read the features by now.
                         shared.close()
-                        state.release()
                         if not self._started:
                             self._started = True
                             yield inference_pb2.GenerateResponse(started=self._make_started(model))
+                        if state.draft is None:
+                            state.release()
+                        else:
+                            with_verdict.await_beside(self._drafting.settle(state))
+                    elif kind == "retracted":
+                        yield inference_pb2.GenerateResponse(retracted=event.retracted)
                     elif kind == "chunk":
                         state.first_token()
                         self.chunks += 1
                         yield inference_pb2.GenerateResponse(chunk=event.chunk)
                     elif kind == "finished":
+                        await with_verdict.settled()
                         state.first_token()
                         finished = True
                         yield inference_pb2.GenerateResponse(finished=self._make_finished(event.finished))
@@ -197,7 +228,8 @@ class Relay:
 
     def _check_model(self, model: worker_pb2.WorkerModel) -> worker_pb2.WorkerModel:
         self._span.set_attributes({"gen_ai.request.model": model.name, "gen_ai.response.model": model.name})
-        widths: Iterable[int] = (image.lease.features.shape[-1] for image in self._state.images if image.lease)
+        leases = (image.draft_lease or image.lease for image in self._state.images)
+        widths: Iterable[int] = (lease.features.shape[-1] for lease in leases if lease)
         if any(width != model.hidden_size for width in widths):
             raise model_mismatch(model)
         return model
@@ -237,6 +269,7 @@ class Relay:
             usage=usage,
             durations=durations,
             degradations=self._state.degradations,
+            draft=self._state.draft_report,
         )
 
 

@@ -1,10 +1,12 @@
 """One request on its way through the router: what the steps read and write."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from opentelemetry.context import Context
 
@@ -16,6 +18,9 @@ from triptych.vision.cache import Lease
 from triptych.vision.preprocess import Pixels
 from triptych.vision.reduction_spec import Reduction, to_message
 from triptych.vision.scheduler import EncodeClass
+
+if TYPE_CHECKING:
+    from triptych.router.drafting import Draft
 
 _CLASSES: dict[int, EncodeClass] = {
     generation_pb2.PRIORITY_INTERACTIVE: EncodeClass.INTERACTIVE,
@@ -43,6 +48,7 @@ class ImageState:
         identity: 32 bytes, of the features as the worker gets them; set by preprocess.
         feature_source: An inference_pb2.FeatureSource; set by probe or encode.
         lease: Features held in the encoder cache; set by encode, released when the worker has them.
+        draft_identity, draft_lease: The same of a draft encoder's features, while a draft waits for its verdict.
     """
 
     source: bytes | str
@@ -61,6 +67,8 @@ class ImageState:
     identity: bytes = b""
     feature_source: int = inference_pb2.FEATURE_SOURCE_UNSPECIFIED
     lease: Lease | None = None
+    draft_identity: bytes = b""
+    draft_lease: Lease | None = None
 
     @property
     def token_count(self) -> int:
@@ -73,16 +81,23 @@ class ImageState:
             self.lease.release()
             self.lease = None
 
+    def release_draft(self) -> None:
+        """Gives the draft encoder's features up."""
+        if self.draft_lease is not None:
+            self.draft_lease.release()
+            self.draft_lease = None
+
     def report(self) -> inference_pb2.ImageReport:
         """Returns what the client is told about the image."""
-        dropped = self.feature_source == inference_pb2.FEATURE_SOURCE_UNSPECIFIED
+        source = inference_pb2.FEATURE_SOURCE_DRAFT if self.draft_lease is not None else self.feature_source
+        dropped = source == inference_pb2.FEATURE_SOURCE_UNSPECIFIED
         report = inference_pb2.ImageReport(
             identity=self.identity.hex(),
             width=self.width,
             height=self.height,
             encoded_side=self.side,
             visual_tokens=0 if dropped else self.token_count,
-            source=inference_pb2.FeatureSource.ValueType(self.feature_source),
+            source=inference_pb2.FeatureSource.ValueType(source),
             detail=inference_pb2.ImageDetail.ValueType(self.detail),
             resolution_reason=inference_pb2.ResolutionReason.ValueType(self.resolution_reason),
             encoder_tokens=self.encoder_tokens,
@@ -109,6 +124,8 @@ class RequestState:
         images_dropped: Whether the answer is text-only because encoding was late.
         durations: Of the stages so far.
         degradations: What was not done as asked, so far.
+        draft: What the answer was begun with, until its verdict; set by encode.
+        draft_report: What became of it; None when no image needed encoding or no draft was asked for.
     """
 
     request: inference_pb2.GenerateRequest
@@ -123,6 +140,8 @@ class RequestState:
     images_dropped: bool = False
     durations: generation_pb2.StageDurations = field(default_factory=generation_pb2.StageDurations)
     degradations: list[inference_pb2.Degradation] = field(default_factory=list)
+    draft: "Draft | None" = None
+    draft_report: inference_pb2.DraftReport | None = None
 
     def __post_init__(self) -> None:
         self.request_id = self.request_id or self.request.request_id or uuid.uuid4().hex
@@ -132,7 +151,16 @@ class RequestState:
         if self.durations.time_to_first_token.ToNanoseconds() == 0:
             self.durations.time_to_first_token.FromNanoseconds(self.elapsed_ns())
         self.answered()
-        self.give_up_images()
+        if self.draft is None:
+            self.give_up_images()
+
+    async def drop_draft(self) -> None:
+        """Ends a draft without a verdict and waits until nothing of it runs; does nothing when there is none."""
+        draft, self.draft = self.draft, None
+        if draft is not None:
+            draft.target.cancel()
+            await asyncio.gather(draft.target, return_exceptions=True)
+            self.release()
 
     def give_up_images(self) -> None:
         """Drops pixels and features; may be called more than once."""
@@ -193,6 +221,7 @@ class RequestState:
         """Gives up everything the request holds; may be called more than once."""
         for image in self.images:
             image.release()
+            image.release_draft()
 
     def prompt(self) -> worker_pb2.Prompt:
         """Returns the dialogue for the worker, without features; without images too, once they were dropped.
@@ -223,18 +252,18 @@ class RequestState:
         """
         prompt = self.prompt()
         for image, sent in zip(self.images, prompt.images, strict=False):
-            if image.lease is not None:
-                features = image.lease.features
-                tensor = (
-                    tensors.to_proto(features)
-                    if shared is None
-                    else shared.enter_context(tensors.shared_proto(features))
-                )
-                sent.features.CopyFrom(tensor)
-        return worker_pb2.WorkerGenerateRequest(
+            lease = image.draft_lease or image.lease
+            if lease is not None:
+                sent.features.CopyFrom(tensors.sent(lease.features, shared))
+            if image.draft_lease is not None:
+                sent.identity = image.draft_identity
+        request = worker_pb2.WorkerGenerateRequest(
             request_id=self.request_id,
             prompt=prompt,
             sampling=self.request.sampling,
             stopping=self.request.stopping,
             priority=self.request.priority,
         )
+        if self.draft is not None:
+            request.draft.CopyFrom(worker_pb2.Draft(id=self.draft.name, early_text=self.request.draft.early_text))
+        return request

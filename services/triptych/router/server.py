@@ -95,20 +95,25 @@ class Router:
 
 @asynccontextmanager
 async def run_router(
-    settings: RouterSettings, encoder: Encoder | None = None, port: int | None = None
+    settings: RouterSettings,
+    encoder: Encoder | None = None,
+    port: int | None = None,
+    draft_encoder: Encoder | None = None,
 ) -> AsyncIterator[Router]:
     """Runs a router for the length of the block and yields it.
 
-    It listens at once; health turns SERVING when encoder and worker answer. `encoder` replaces Triton, `port` the
-    configured one (0: any free one). Raises OSError when the port is taken.
+    It listens at once; health turns SERVING when encoder and worker answer. `encoder` and
+    `draft_encoder` replace Triton, `port` the configured one (0: any free one). Raises OSError when the port is taken.
     """
     async with AsyncExitStack() as stack:
         metrics = RouterMetrics()
-        encoder = encoder or scheduled_encoder(settings, metrics.vision)
+        encoder = encoder or scheduled_encoder(settings, settings.vision_model, metrics.vision)
         stack.push_async_callback(encoder.close)
+        draft_encoder = draft_encoder or scheduled_encoder(settings, settings.draft_model)
+        stack.push_async_callback(draft_encoder.close)
         worker = WorkerClient(settings.worker, settings.worker_silence_s)
         stack.push_async_callback(worker.close)
-        pipeline = Pipeline(settings, encoder, worker, metrics)
+        pipeline = Pipeline(settings, encoder, draft_encoder, worker, metrics)
         stack.callback(pipeline.close)
         server, health = create_server([SERVICE])
         servicer = InferenceServicer(pipeline, encoder, worker, settings)
@@ -125,8 +130,8 @@ async def run_router(
         yield Router(bound, pipeline, readiness, metrics)
 
 
-def scheduled_encoder(settings: RouterSettings, metrics: VisionMetrics) -> ScheduledEncoder:
-    """Returns the Tritons that the settings name, behind one scheduler."""
+def scheduled_encoder(settings: RouterSettings, model: str, metrics: VisionMetrics | None = None) -> ScheduledEncoder:
+    """Returns a model of the Tritons that the settings name, behind one scheduler."""
     limits = Limits(
         settings.encode_pixel_budget,
         settings.encode_max_inflight,
@@ -140,7 +145,7 @@ def scheduled_encoder(settings: RouterSettings, metrics: VisionMetrics) -> Sched
         [
             TritonEncoder(
                 address,
-                settings.vision_model,
+                model,
                 shared_memory=settings.encode_shared_memory,
                 metrics_address=counters[index] if counters else None,
             )

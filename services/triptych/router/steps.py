@@ -7,21 +7,22 @@ TriptychError when the request cannot go on. It may be cancelled at any await an
 
 import asyncio
 import logging
-from collections.abc import Container, Coroutine, Iterable
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from opentelemetry.trace import SpanKind
 
 from triptych.config import RouterSettings
 from triptych.errors import InvalidRequest, StageTimeout, TriptychError, Unavailable
+from triptych.router.drafting import Drafting
 from triptych.router.holding import Holding
 from triptych.router.request import ImageState, RequestState
 from triptych.router.resolution import ResolutionManager, detail_name, reason_name
-from triptych.router.validation import validate
+from triptych.router.validation import check_draft_fits, validate
 from triptych.router.worker_client import WorkerClient
+from triptych.router.working import in_thread, run_all
 from triptych.telemetry.spans import open_span
 from triptych.v1 import inference_pb2
 from triptych.vision.cache import EncoderCache, Features
@@ -63,6 +64,7 @@ class Intake:
         with state.timed("intake"), open_span("router.intake", state.trace):
             validate(state.request, self._settings)
             state.reduction = from_message(state.request.reduction, self._reduction)
+            check_draft_fits(state.request.draft, state.reduction)
             state.images = [
                 ImageState(
                     source=part.image.data if part.image.WhichOneof("source") == "data" else part.image.url,
@@ -167,15 +169,25 @@ class Encode:
     """
 
     def __init__(
-        self, settings: RouterSettings, encoder: Encoder, cache: EncoderCache, threads: ThreadPoolExecutor
+        self,
+        settings: RouterSettings,
+        encoder: Encoder,
+        cache: EncoderCache,
+        threads: ThreadPoolExecutor,
+        drafting: Drafting,
     ) -> None:
         self._timeout_s = settings.encode_timeout_s
         self._encoder = encoder
         self._cache = cache
         self._threads = threads
+        self._drafting = drafting
 
     async def run(self, state: RequestState, *, everything: bool = False) -> None:
-        """Sets `lease` and `feature_source` of every image that the worker's KV does not cover."""
+        """Sets `lease` and `feature_source` of every image that the worker's KV does not cover.
+
+        With a draft (`state.draft`), leases may come later.
+        """
+        await state.drop_draft()
         covered = inference_pb2.FEATURE_SOURCE_KV_CACHE
         missing = [
             image for image in state.images if image.lease is None and (everything or image.feature_source != covered)
@@ -186,13 +198,21 @@ class Encode:
         # A stage that did not happen has no duration; waiting for somebody else's encode is one that did.
         waits = any(image.identity not in self._cache for image in missing)
         try:
-            with state.timed("encode") if waits else nullcontext():
+            if waits and not everything and self._drafting.wanted(state):
+                await self._drafting.begin(state, missing, self._fetch_timed(missing, state, timeout_s))
+            elif waits:
+                await self._fetch_timed(missing, state, timeout_s)
+            else:
                 await self._fetch(missing, state, timeout_s)
         except StageTimeout:
             state.check_deadline()
             if not state.degradable:
                 raise
             self._drop_images(state)
+
+    async def _fetch_timed(self, missing: list[ImageState], state: RequestState, timeout_s: float) -> None:
+        with state.timed("encode"):
+            await self._fetch(missing, state, timeout_s)
 
     async def _fetch(self, missing: list[ImageState], state: RequestState, timeout_s: float) -> None:
         try:
@@ -263,22 +283,6 @@ def held_bytes(spec: EncoderSpec, side: int) -> int:
 def image_limits(settings: RouterSettings) -> ImageLimits:
     """Returns the limits of a single image."""
     return ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
-
-
-async def in_thread(threads: ThreadPoolExecutor, function: Any, *arguments: Any) -> Any:
-    """Runs a function in a thread; when the caller is cancelled before its turn, it never runs."""
-    return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
-
-
-async def run_all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Runs all concurrently; the first failure cancels the rest, waits for their end, and is raised as itself."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _prepare_image(

@@ -27,9 +27,23 @@ def validate(request: inference_pb2.GenerateRequest, settings: RouterSettings) -
         raise InvalidRequest(f"cache_salt is longer than {MAX_SALT_BYTES} bytes", reason="CACHE_SALT_INVALID")
     _check_enum("priority", request.priority, generation_pb2.Priority.values())
     _check_enum("degradation_policy", request.degradation_policy, inference_pb2.DegradationPolicy.values())
+    _check_draft(request.draft)
     _check_messages(request, settings)
     _check_sampling(request.sampling)
     _check_stopping(request.stopping)
+
+
+def check_draft_fits(draft: inference_pb2.DraftOptions, reduction: object) -> None:
+    """Raises InvalidRequest (DRAFT_INVALID) for a draft beside a reduction: two clusterings cannot be compared."""
+    if draft.mode == inference_pb2.DRAFT_MODE_ON and reduction is not None:
+        raise _bad_draft(f"it cannot go together with the token reduction {reduction}; ask for reduction none")
+
+
+def _check_draft(draft: inference_pb2.DraftOptions) -> None:
+    if draft.mode not in inference_pb2.DraftMode.values():
+        raise _bad_draft(f"mode {draft.mode} is unknown")
+    if draft.HasField("threshold") and not 0.0 < draft.threshold <= 1.0:
+        raise _bad_draft("threshold is outside its range: above 0, up to 1")
 
 
 def _check_messages(request: inference_pb2.GenerateRequest, settings: RouterSettings) -> None:
@@ -96,6 +110,10 @@ def _check_stopping(stopping: generation_pb2.StoppingParameters) -> None:
 def _check_enum(name: str, value: int, known: Sequence[int]) -> None:
     if value not in known:
         raise InvalidRequest(f"{name} has the unknown value {value}", reason="ENUM_INVALID")
+
+
+def _bad_draft(why: str) -> InvalidRequest:
+    return InvalidRequest(f"draft: {why}", reason="DRAFT_INVALID")
 
 
 def _bad_messages(why: str) -> InvalidRequest:

@@ -91,6 +91,17 @@ class WorkerClient:
             raise self._translated(error) from None
         return list(response.images_covered)
 
+    async def settle(self, verdict: worker_pb2.SettleDraftRequest, timeout_s: float, trace: Context) -> int:
+        """Gives a verdict on a draft and returns how many tokens had been computed from it.
+
+        Raises what the worker raised, InvalidRequest (DRAFT_UNKNOWN) among it, or Unavailable, or StageTimeout.
+        """
+        try:
+            response = await self._stub.SettleDraft(verdict, timeout=timeout_s, metadata=inject(trace))
+        except grpc.RpcError as error:
+            raise self._translated(error) from None
+        return response.drafted_tokens
+
     async def generate(
         self, request: worker_pb2.WorkerGenerateRequest, trace: Context, first_token_s: float, next_event_s: float
     ) -> AsyncGenerator[worker_pb2.WorkerGenerateResponse, None]:

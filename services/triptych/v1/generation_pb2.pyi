@@ -272,6 +272,25 @@ class Chunk(_message.Message):
 Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
 
 @_typing.final
+class Retracted(_message.Message):
+    """The text of all chunks so far is void: it was made from a draft encoder's features, which were not good enough. The right
+    text follows in further chunks.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Retracted: _TypeAlias = Retracted  # noqa: Y015
+
+@_typing.final
 class Usage(_message.Message):
     """Token counts of one request."""
 
@@ -322,6 +341,7 @@ class StageDurations(_message.Message):
     TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
     REDUCE_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def intake(self) -> _duration_pb2.Duration:
         """Validation, and reading image headers (router)."""
@@ -358,6 +378,10 @@ class StageDurations(_message.Message):
     def reduce(self) -> _duration_pb2.Duration:
         """Making visual tokens fewer, a part of `encode` (router). Several images add up."""
 
+    @_builtins.property
+    def draft(self) -> _duration_pb2.Duration:
+        """From the request to the draft encoder until its features arrive (router); `encode` goes on beside what follows."""
+
     def __init__(
         self,
         *,
@@ -370,10 +394,11 @@ class StageDurations(_message.Message):
         time_to_first_token: _duration_pb2.Duration | None = ...,
         total: _duration_pb2.Duration | None = ...,
         reduce: _duration_pb2.Duration | None = ...,
+        draft: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "encode", b"encode", "intake", b"intake", "prefill", b"prefill", "preprocess", b"preprocess", "queue", b"queue", "reduce", b"reduce", "time_to_first_token", b"time_to_first_token", "total", b"total"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "draft", b"draft", "encode", b"encode", "intake", b"intake", "prefill", b"prefill", "preprocess", b"preprocess", "queue", b"queue", "reduce", b"reduce", "time_to_first_token", b"time_to_first_token", "total", b"total"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "encode", b"encode", "intake", b"intake", "prefill", b"prefill", "preprocess", b"preprocess", "queue", b"queue", "reduce", b"reduce", "time_to_first_token", b"time_to_first_token", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "draft", b"draft", "encode", b"encode", "intake", b"intake", "prefill", b"prefill", "preprocess", b"preprocess", "queue", b"queue", "reduce", b"reduce", "time_to_first_token", b"time_to_first_token", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

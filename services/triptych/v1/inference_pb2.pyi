@@ -20,6 +20,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _DraftMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DraftModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DraftMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DRAFT_MODE_UNSPECIFIED: _DraftMode.ValueType  # 0
+    """Treated as the router's `speculative_vision`."""
+    DRAFT_MODE_OFF: _DraftMode.ValueType  # 1
+    """Never."""
+    DRAFT_MODE_ON: _DraftMode.ValueType  # 2
+    """Where images need encoding. INVALID_ARGUMENT with reason DRAFT_INVALID together with a token reduction."""
+
+class DraftMode(_DraftMode, metaclass=_DraftModeEnumTypeWrapper):
+    """Whether to use a draft encoder."""
+
+DRAFT_MODE_UNSPECIFIED: DraftMode.ValueType  # 0
+"""Treated as the router's `speculative_vision`."""
+DRAFT_MODE_OFF: DraftMode.ValueType  # 1
+"""Never."""
+DRAFT_MODE_ON: DraftMode.ValueType  # 2
+"""Where images need encoding. INVALID_ARGUMENT with reason DRAFT_INVALID together with a token reduction."""
+Global___DraftMode: _TypeAlias = DraftMode  # noqa: Y015
+
 class _ReductionMethod:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -178,6 +202,8 @@ class _FeatureSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Feature
     """The router's encoder cache held its features."""
     FEATURE_SOURCE_ENCODER: _FeatureSource.ValueType  # 3
     """The encoder ran."""
+    FEATURE_SOURCE_DRAFT: _FeatureSource.ValueType  # 4
+    """The answer was begun with a draft encoder's features; `finished.draft` says what became of them."""
 
 class FeatureSource(_FeatureSource, metaclass=_FeatureSourceEnumTypeWrapper):
     """The three look-ups before and including the encoder."""
@@ -190,7 +216,45 @@ FEATURE_SOURCE_ENCODER_CACHE: FeatureSource.ValueType  # 2
 """The router's encoder cache held its features."""
 FEATURE_SOURCE_ENCODER: FeatureSource.ValueType  # 3
 """The encoder ran."""
+FEATURE_SOURCE_DRAFT: FeatureSource.ValueType  # 4
+"""The answer was begun with a draft encoder's features; `finished.draft` says what became of them."""
 Global___FeatureSource: _TypeAlias = FeatureSource  # noqa: Y015
+
+class _DraftOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DraftOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DraftOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DRAFT_OUTCOME_UNSPECIFIED: _DraftOutcome.ValueType  # 0
+    """Never sent."""
+    DRAFT_OUTCOME_KEPT: _DraftOutcome.ValueType  # 1
+    """They were similar enough: the answer is made from them."""
+    DRAFT_OUTCOME_REJECTED: _DraftOutcome.ValueType  # 2
+    """They were not: the answer is made from the encoder's features."""
+    DRAFT_OUTCOME_UNNEEDED: _DraftOutcome.ValueType  # 3
+    """The encoder was not slower, or failed at once: the draft was not used."""
+    DRAFT_OUTCOME_UNAVAILABLE: _DraftOutcome.ValueType  # 4
+    """No draft encoder answers, or it does not fit the encoder: the answer is made from the encoder's features."""
+    DRAFT_OUTCOME_UNVERIFIED: _DraftOutcome.ValueType  # 5
+    """The encoder was late, so the answer is made from the draft, unchecked; see `degradations`."""
+
+class DraftOutcome(_DraftOutcome, metaclass=_DraftOutcomeEnumTypeWrapper):
+    """Fates of draft features."""
+
+DRAFT_OUTCOME_UNSPECIFIED: DraftOutcome.ValueType  # 0
+"""Never sent."""
+DRAFT_OUTCOME_KEPT: DraftOutcome.ValueType  # 1
+"""They were similar enough: the answer is made from them."""
+DRAFT_OUTCOME_REJECTED: DraftOutcome.ValueType  # 2
+"""They were not: the answer is made from the encoder's features."""
+DRAFT_OUTCOME_UNNEEDED: DraftOutcome.ValueType  # 3
+"""The encoder was not slower, or failed at once: the draft was not used."""
+DRAFT_OUTCOME_UNAVAILABLE: DraftOutcome.ValueType  # 4
+"""No draft encoder answers, or it does not fit the encoder: the answer is made from the encoder's features."""
+DRAFT_OUTCOME_UNVERIFIED: DraftOutcome.ValueType  # 5
+"""The encoder was late, so the answer is made from the draft, unchecked; see `degradations`."""
+Global___DraftOutcome: _TypeAlias = DraftOutcome  # noqa: Y015
 
 class _DegradationKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -204,6 +268,8 @@ class _DegradationKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Degra
     """Images were left out because encoding missed its deadline."""
     DEGRADATION_KIND_LOWER_RESOLUTION: _DegradationKind.ValueType  # 2
     """Images were encoded at a lower resolution than asked for; `Started.images` says which and why."""
+    DEGRADATION_KIND_UNVERIFIED_DRAFT: _DegradationKind.ValueType  # 5
+    """The answer is made from a draft encoder's features, which were not checked because encoding missed its deadline."""
 
 class DegradationKind(_DegradationKind, metaclass=_DegradationKindEnumTypeWrapper):
     """Kinds of degradation."""
@@ -214,6 +280,8 @@ DEGRADATION_KIND_TEXT_ONLY: DegradationKind.ValueType  # 1
 """Images were left out because encoding missed its deadline."""
 DEGRADATION_KIND_LOWER_RESOLUTION: DegradationKind.ValueType  # 2
 """Images were encoded at a lower resolution than asked for; `Started.images` says which and why."""
+DEGRADATION_KIND_UNVERIFIED_DRAFT: DegradationKind.ValueType  # 5
+"""The answer is made from a draft encoder's features, which were not checked because encoding missed its deadline."""
 Global___DegradationKind: _TypeAlias = DegradationKind  # noqa: Y015
 
 @_typing.final
@@ -231,6 +299,7 @@ class GenerateRequest(_message.Message):
     DEGRADATION_POLICY_FIELD_NUMBER: _builtins.int
     RAW_PROMPT_FIELD_NUMBER: _builtins.int
     REDUCTION_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name for logs, traces and the response. At most 128 characters of [A-Za-z0-9._:-]; empty (default): the router
     makes one.
@@ -263,6 +332,10 @@ class GenerateRequest(_message.Message):
     def reduction(self) -> Global___TokenReduction:
         """Keeps fewer visual tokens of each image. Default: the router's `token_reduction`."""
 
+    @_builtins.property
+    def draft(self) -> Global___DraftOptions:
+        """Begins with features of a small draft encoder while the encoder still runs. Default: as the router is configured."""
+
     def __init__(
         self,
         *,
@@ -275,14 +348,53 @@ class GenerateRequest(_message.Message):
         degradation_policy: Global___DegradationPolicy.ValueType = ...,
         raw_prompt: _builtins.bool = ...,
         reduction: Global___TokenReduction | None = ...,
+        draft: Global___DraftOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["reduction", b"reduction", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "reduction", b"reduction", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "degradation_policy", b"degradation_policy", "messages", b"messages", "priority", b"priority", "raw_prompt", b"raw_prompt", "reduction", b"reduction", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "degradation_policy", b"degradation_policy", "draft", b"draft", "messages", b"messages", "priority", b"priority", "raw_prompt", b"raw_prompt", "reduction", b"reduction", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class DraftOptions(_message.Message):
+    """Draft encoding: prefill begins with a draft encoder's features; when the encoder's are there, the two are compared, and
+    the draft is kept, or the answer is computed again from the first image on. Only for images that no cache knows.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    THRESHOLD_FIELD_NUMBER: _builtins.int
+    EARLY_TEXT_FIELD_NUMBER: _builtins.int
+    mode: Global___DraftMode.ValueType
+    """Whether. Default: the router's `speculative_vision`."""
+    threshold: _builtins.float
+    """Least similarity at which the draft is kept: the mean, over an image's tokens, of the cosine between both encoders'
+    features; every image must reach it. Range (0, 1]; unset: the router's `draft_threshold`.
+    """
+    early_text: _builtins.bool
+    """Sends text before the comparison. If the draft is not kept, a `retracted` event says that all text so far is void.
+    Default false: text is held back until then.
+    """
+    def __init__(
+        self,
+        *,
+        mode: Global___DraftMode.ValueType = ...,
+        threshold: _builtins.float | None = ...,
+        early_text: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_threshold", b"_threshold", "threshold", b"threshold"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_threshold", b"_threshold", "early_text", b"early_text", "mode", b"mode", "threshold", b"threshold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__threshold: _TypeAlias = _typing.Literal["threshold"]  # noqa: Y015
+    _WhichOneofArgType__threshold: _TypeAlias = _typing.Literal["_threshold", b"_threshold"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__threshold) -> _WhichOneofReturnType__threshold | None: ...
+
+Global___DraftOptions: _TypeAlias = DraftOptions  # noqa: Y015
 
 @_typing.final
 class TokenReduction(_message.Message):
@@ -413,6 +525,7 @@ class GenerateResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    RETRACTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___Started:
         """First event: the images are encoded and the worker took the request."""
@@ -425,18 +538,23 @@ class GenerateResponse(_message.Message):
     def finished(self) -> Global___Finished:
         """Last event."""
 
+    @_builtins.property
+    def retracted(self) -> _generation_pb2.Retracted:
+        """All text so far is void; only with `draft.early_text`."""
+
     def __init__(
         self,
         *,
         started: Global___Started | None = ...,
         chunk: _generation_pb2.Chunk | None = ...,
         finished: Global___Finished | None = ...,
+        retracted: _generation_pb2.Retracted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "finished", b"finished", "retracted", b"retracted", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "finished", b"finished", "retracted", b"retracted", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "chunk", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "chunk", "finished", "retracted"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -548,6 +666,7 @@ class Finished(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     DURATIONS_FIELD_NUMBER: _builtins.int
     DEGRADATIONS_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
     finish_reason: _generation_pb2.FinishReason.ValueType
     """Why it ended."""
     @_builtins.property
@@ -562,6 +681,10 @@ class Finished(_message.Message):
     def degradations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Degradation]:
         """What was not done as asked, in order of occurrence. Empty: the answer is what an idle machine would have given."""
 
+    @_builtins.property
+    def draft(self) -> Global___DraftReport:
+        """What became of the draft; unset when none was asked for or no image needed encoding."""
+
     def __init__(
         self,
         *,
@@ -569,14 +692,58 @@ class Finished(_message.Message):
         usage: _generation_pb2.Usage | None = ...,
         durations: _generation_pb2.StageDurations | None = ...,
         degradations: _abc.Iterable[Global___Degradation] | None = ...,
+        draft: Global___DraftReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["durations", b"durations", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "durations", b"durations", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["degradations", b"degradations", "durations", b"durations", "finish_reason", b"finish_reason", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degradations", b"degradations", "draft", b"draft", "durations", b"durations", "finish_reason", b"finish_reason", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
+
+@_typing.final
+class DraftReport(_message.Message):
+    """What became of a draft encoder's features."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    SIMILARITY_FIELD_NUMBER: _builtins.int
+    LOWEST_SIMILARITY_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    outcome: Global___DraftOutcome.ValueType
+    """What was done with them."""
+    similarity: _builtins.float
+    """Cosine between both encoders' features, the mean over an image's tokens; of several images the lowest. Unset when they
+    were not compared.
+    """
+    lowest_similarity: _builtins.float
+    """The least similar token's cosine. Unset when they were not compared."""
+    drafted_tokens: _builtins.int
+    """Output tokens that the worker had computed from them before the verdict."""
+    def __init__(
+        self,
+        *,
+        outcome: Global___DraftOutcome.ValueType = ...,
+        similarity: _builtins.float | None = ...,
+        lowest_similarity: _builtins.float | None = ...,
+        drafted_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lowest_similarity", b"_lowest_similarity", "_similarity", b"_similarity", "lowest_similarity", b"lowest_similarity", "similarity", b"similarity"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lowest_similarity", b"_lowest_similarity", "_similarity", b"_similarity", "drafted_tokens", b"drafted_tokens", "lowest_similarity", b"lowest_similarity", "outcome", b"outcome", "similarity", b"similarity"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__lowest_similarity: _TypeAlias = _typing.Literal["lowest_similarity"]  # noqa: Y015
+    _WhichOneofArgType__lowest_similarity: _TypeAlias = _typing.Literal["_lowest_similarity", b"_lowest_similarity"]  # noqa: Y015
+    _WhichOneofReturnType__similarity: _TypeAlias = _typing.Literal["similarity"]  # noqa: Y015
+    _WhichOneofArgType__similarity: _TypeAlias = _typing.Literal["_similarity", b"_similarity"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lowest_similarity) -> _WhichOneofReturnType__lowest_similarity | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__similarity) -> _WhichOneofReturnType__similarity | None: ...
+
+Global___DraftReport: _TypeAlias = DraftReport  # noqa: Y015
 
 @_typing.final
 class Degradation(_message.Message):

@@ -27,7 +27,7 @@ from triptych.v1 import inference_pb2 as triptych_dot_v1_dot_inference__pb2
 from triptych.v1 import tensor_pb2 as triptych_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triptych/v1/worker.proto\x12\x0btriptych.v1\x1a\x1ctriptych/v1/generation.proto\x1a\x1btriptych/v1/inference.proto\x1a\x18triptych/v1/tensor.proto\"\x81\x01\n\x06Prompt\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.triptych.v1.PromptMessage\x12(\n\x06images\x18\x02 \x03(\x0b\x32\x18.triptych.v1.PromptImage\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x0b\n\x03raw\x18\x04 \x01(\x08\"X\n\rPromptMessage\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.triptych.v1.Role\x12&\n\x05parts\x18\x02 \x03(\x0b\x32\x17.triptych.v1.PromptPart\">\n\nPromptPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x15\n\x0bimage_index\x18\x02 \x01(\x05H\x00\x42\t\n\x07\x63ontent\"[\n\x0bPromptImage\x12\x10\n\x08identity\x18\x01 \x01(\x0c\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12%\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x13.triptych.v1.Tensor\"\xdf\x01\n\x15WorkerGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.triptych.v1.Prompt\x12\x31\n\x08sampling\x18\x03 \x01(\x0b\x32\x1f.triptych.v1.SamplingParameters\x12\x31\n\x08stopping\x18\x04 \x01(\x0b\x32\x1f.triptych.v1.StoppingParameters\x12\'\n\x08priority\x18\x05 \x01(\x0e\x32\x15.triptych.v1.Priority\"\xa6\x01\n\x16WorkerGenerateResponse\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.triptych.v1.WorkerStartedH\x00\x12#\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x12.triptych.v1.ChunkH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.triptych.v1.WorkerFinishedH\x00\x42\x07\n\x05\x65vent\"&\n\rWorkerStarted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\"\x95\x01\n\x0eWorkerFinished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.triptych.v1.Usage\x12.\n\tdurations\x18\x03 \x01(\x0b\x32\x1b.triptych.v1.StageDurations\"8\n\x11ProbeCacheRequest\x12#\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.triptych.v1.Prompt\"Z\n\x12ProbeCacheResponse\x12\x15\n\rcached_tokens\x18\x01 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12\x16\n\x0eimages_covered\x18\x03 \x03(\x08\"\x12\n\x10WatchLoadRequest\"\x99\x01\n\nWorkerLoad\x12\'\n\x05model\x18\x01 \x01(\x0b\x32\x18.triptych.v1.WorkerModel\x12\x0f\n\x07waiting\x18\x02 \x01(\x05\x12\x0f\n\x07running\x18\x03 \x01(\x05\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\x05\x12\x13\n\x0bused_blocks\x18\x05 \x01(\x05\x12\x15\n\rcached_blocks\x18\x06 \x01(\x05\"p\n\x0bWorkerModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x12\x13\n\x0bhidden_size\x18\x04 \x01(\x05\x12\x11\n\ttext_only\x18\x05 \x01(\x08\x32\xfc\x01\n\rWorkerService\x12U\n\x08Generate\x12\".triptych.v1.WorkerGenerateRequest\x1a#.triptych.v1.WorkerGenerateResponse0\x01\x12M\n\nProbeCache\x12\x1e.triptych.v1.ProbeCacheRequest\x1a\x1f.triptych.v1.ProbeCacheResponse\x12\x45\n\tWatchLoad\x12\x1d.triptych.v1.WatchLoadRequest\x1a\x17.triptych.v1.WorkerLoad0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18triptych/v1/worker.proto\x12\x0btriptych.v1\x1a\x1ctriptych/v1/generation.proto\x1a\x1btriptych/v1/inference.proto\x1a\x18triptych/v1/tensor.proto\"\x81\x01\n\x06Prompt\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.triptych.v1.PromptMessage\x12(\n\x06images\x18\x02 \x03(\x0b\x32\x18.triptych.v1.PromptImage\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x0b\n\x03raw\x18\x04 \x01(\x08\"X\n\rPromptMessage\x12\x1f\n\x04role\x18\x01 \x01(\x0e\x32\x11.triptych.v1.Role\x12&\n\x05parts\x18\x02 \x03(\x0b\x32\x17.triptych.v1.PromptPart\">\n\nPromptPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x15\n\x0bimage_index\x18\x02 \x01(\x05H\x00\x42\t\n\x07\x63ontent\"[\n\x0bPromptImage\x12\x10\n\x08identity\x18\x01 \x01(\x0c\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12%\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x13.triptych.v1.Tensor\"\x82\x02\n\x15WorkerGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x06prompt\x18\x02 \x01(\x0b\x32\x13.triptych.v1.Prompt\x12\x31\n\x08sampling\x18\x03 \x01(\x0b\x32\x1f.triptych.v1.SamplingParameters\x12\x31\n\x08stopping\x18\x04 \x01(\x0b\x32\x1f.triptych.v1.StoppingParameters\x12\'\n\x08priority\x18\x05 \x01(\x0e\x32\x15.triptych.v1.Priority\x12!\n\x05\x64raft\x18\n \x01(\x0b\x32\x12.triptych.v1.Draft\"\'\n\x05\x44raft\x12\n\n\x02id\x18\x01 \x01(\t\x12\x12\n\nearly_text\x18\x02 \x01(\x08\"X\n\x12SettleDraftRequest\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04keep\x18\x02 \x01(\x08\x12(\n\x06images\x18\x03 \x03(\x0b\x32\x18.triptych.v1.PromptImage\"-\n\x13SettleDraftResponse\x12\x16\n\x0e\x64rafted_tokens\x18\x01 \x01(\x05\"\xd3\x01\n\x16WorkerGenerateResponse\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.triptych.v1.WorkerStartedH\x00\x12#\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x12.triptych.v1.ChunkH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.triptych.v1.WorkerFinishedH\x00\x12+\n\tretracted\x18\x04 \x01(\x0b\x32\x16.triptych.v1.RetractedH\x00\x42\x07\n\x05\x65vent\"&\n\rWorkerStarted\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\"\x95\x01\n\x0eWorkerFinished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.triptych.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.triptych.v1.Usage\x12.\n\tdurations\x18\x03 \x01(\x0b\x32\x1b.triptych.v1.StageDurations\"8\n\x11ProbeCacheRequest\x12#\n\x06prompt\x18\x01 \x01(\x0b\x32\x13.triptych.v1.Prompt\"Z\n\x12ProbeCacheResponse\x12\x15\n\rcached_tokens\x18\x01 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12\x16\n\x0eimages_covered\x18\x03 \x03(\x08\"\x12\n\x10WatchLoadRequest\"\x99\x01\n\nWorkerLoad\x12\'\n\x05model\x18\x01 \x01(\x0b\x32\x18.triptych.v1.WorkerModel\x12\x0f\n\x07waiting\x18\x02 \x01(\x05\x12\x0f\n\x07running\x18\x03 \x01(\x05\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\x05\x12\x13\n\x0bused_blocks\x18\x05 \x01(\x05\x12\x15\n\rcached_blocks\x18\x06 \x01(\x05\"p\n\x0bWorkerModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\x12\x13\n\x0bhidden_size\x18\x04 \x01(\x05\x12\x11\n\ttext_only\x18\x05 \x01(\x08\x32\xce\x02\n\rWorkerService\x12U\n\x08Generate\x12\".triptych.v1.WorkerGenerateRequest\x1a#.triptych.v1.WorkerGenerateResponse0\x01\x12P\n\x0bSettleDraft\x12\x1f.triptych.v1.SettleDraftRequest\x1a .triptych.v1.SettleDraftResponse\x12M\n\nProbeCache\x12\x1e.triptych.v1.ProbeCacheRequest\x1a\x1f.triptych.v1.ProbeCacheResponse\x12\x45\n\tWatchLoad\x12\x1d.triptych.v1.WatchLoadRequest\x1a\x17.triptych.v1.WorkerLoad0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,23 +43,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROMPTIMAGE']._serialized_start=412
   _globals['_PROMPTIMAGE']._serialized_end=503
   _globals['_WORKERGENERATEREQUEST']._serialized_start=506
-  _globals['_WORKERGENERATEREQUEST']._serialized_end=729
-  _globals['_WORKERGENERATERESPONSE']._serialized_start=732
-  _globals['_WORKERGENERATERESPONSE']._serialized_end=898
-  _globals['_WORKERSTARTED']._serialized_start=900
-  _globals['_WORKERSTARTED']._serialized_end=938
-  _globals['_WORKERFINISHED']._serialized_start=941
-  _globals['_WORKERFINISHED']._serialized_end=1090
-  _globals['_PROBECACHEREQUEST']._serialized_start=1092
-  _globals['_PROBECACHEREQUEST']._serialized_end=1148
-  _globals['_PROBECACHERESPONSE']._serialized_start=1150
-  _globals['_PROBECACHERESPONSE']._serialized_end=1240
-  _globals['_WATCHLOADREQUEST']._serialized_start=1242
-  _globals['_WATCHLOADREQUEST']._serialized_end=1260
-  _globals['_WORKERLOAD']._serialized_start=1263
-  _globals['_WORKERLOAD']._serialized_end=1416
-  _globals['_WORKERMODEL']._serialized_start=1418
-  _globals['_WORKERMODEL']._serialized_end=1530
-  _globals['_WORKERSERVICE']._serialized_start=1533
-  _globals['_WORKERSERVICE']._serialized_end=1785
+  _globals['_WORKERGENERATEREQUEST']._serialized_end=764
+  _globals['_DRAFT']._serialized_start=766
+  _globals['_DRAFT']._serialized_end=805
+  _globals['_SETTLEDRAFTREQUEST']._serialized_start=807
+  _globals['_SETTLEDRAFTREQUEST']._serialized_end=895
+  _globals['_SETTLEDRAFTRESPONSE']._serialized_start=897
+  _globals['_SETTLEDRAFTRESPONSE']._serialized_end=942
+  _globals['_WORKERGENERATERESPONSE']._serialized_start=945
+  _globals['_WORKERGENERATERESPONSE']._serialized_end=1156
+  _globals['_WORKERSTARTED']._serialized_start=1158
+  _globals['_WORKERSTARTED']._serialized_end=1196
+  _globals['_WORKERFINISHED']._serialized_start=1199
+  _globals['_WORKERFINISHED']._serialized_end=1348
+  _globals['_PROBECACHEREQUEST']._serialized_start=1350
+  _globals['_PROBECACHEREQUEST']._serialized_end=1406
+  _globals['_PROBECACHERESPONSE']._serialized_start=1408
+  _globals['_PROBECACHERESPONSE']._serialized_end=1498
+  _globals['_WATCHLOADREQUEST']._serialized_start=1500
+  _globals['_WATCHLOADREQUEST']._serialized_end=1518
+  _globals['_WORKERLOAD']._serialized_start=1521
+  _globals['_WORKERLOAD']._serialized_end=1674
+  _globals['_WORKERMODEL']._serialized_start=1676
+  _globals['_WORKERMODEL']._serialized_end=1788
+  _globals['_WORKERSERVICE']._serialized_start=1791
+  _globals['_WORKERSERVICE']._serialized_end=2125
 # @@protoc_insertion_point(module_scope)

@@ -160,6 +160,7 @@ class WorkerGenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOPPING_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """For logs and traces. Required, at most 128 characters."""
     priority: _generation_pb2.Priority.ValueType
@@ -176,6 +177,12 @@ class WorkerGenerateRequest(_message.Message):
     def stopping(self) -> _generation_pb2.StoppingParameters:
         """When to stop."""
 
+    @_builtins.property
+    def draft(self) -> Global___Draft:
+        """Set when features of the prompt are a draft encoder's: their images have identities of their own, and a verdict follows
+        (SettleDraft). Default: unset.
+        """
+
     def __init__(
         self,
         *,
@@ -184,14 +191,99 @@ class WorkerGenerateRequest(_message.Message):
         sampling: _generation_pb2.SamplingParameters | None = ...,
         stopping: _generation_pb2.StoppingParameters | None = ...,
         priority: _generation_pb2.Priority.ValueType = ...,
+        draft: Global___Draft | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "prompt", b"prompt", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerGenerateRequest: _TypeAlias = WorkerGenerateRequest  # noqa: Y015
+
+@_typing.final
+class Draft(_message.Message):
+    """A generation that waits for a verdict on its features. Until then it is computed, and its text is held back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    EARLY_TEXT_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Name under which the verdict will come. Required, 1 to 128 characters, no other generation's."""
+    early_text: _builtins.bool
+    """Text is sent before the verdict, too; a `retracted` event takes it back if the draft is not kept. Default false."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        early_text: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["early_text", b"early_text", "id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Draft: _TypeAlias = Draft  # noqa: Y015
+
+@_typing.final
+class SettleDraftRequest(_message.Message):
+    """Request of WorkerService.SettleDraft."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """The generation's `draft.id`."""
+    keep: _builtins.bool
+    """The draft's features are good enough: the answer goes on with them. Default false: they are replaced, and prefill starts
+    again from the first image that differs.
+    """
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptImage]:
+        """Unless `keep`: one entry per image of the prompt. An entry without identity leaves its image as it is; any other holds
+        the image's final identity and features, and the same `token_count`.
+        """
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        keep: _builtins.bool = ...,
+        images: _abc.Iterable[Global___PromptImage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "images", b"images", "keep", b"keep"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettleDraftRequest: _TypeAlias = SettleDraftRequest  # noqa: Y015
+
+@_typing.final
+class SettleDraftResponse(_message.Message):
+    """Answer to a verdict."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    drafted_tokens: _builtins.int
+    """Output tokens computed before the verdict."""
+    def __init__(
+        self,
+        *,
+        drafted_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafted_tokens", b"drafted_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettleDraftResponse: _TypeAlias = SettleDraftResponse  # noqa: Y015
 
 @_typing.final
 class WorkerGenerateResponse(_message.Message):
@@ -202,6 +294,7 @@ class WorkerGenerateResponse(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    RETRACTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___WorkerStarted:
         """The request was admitted to the queue."""
@@ -214,18 +307,23 @@ class WorkerGenerateResponse(_message.Message):
     def finished(self) -> Global___WorkerFinished:
         """Last event."""
 
+    @_builtins.property
+    def retracted(self) -> _generation_pb2.Retracted:
+        """All text so far is void; only with `draft.early_text`."""
+
     def __init__(
         self,
         *,
         started: Global___WorkerStarted | None = ...,
         chunk: _generation_pb2.Chunk | None = ...,
         finished: Global___WorkerFinished | None = ...,
+        retracted: _generation_pb2.Retracted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "finished", b"finished", "retracted", b"retracted", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "finished", b"finished", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "finished", b"finished", "retracted", b"retracted", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "chunk", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["started", "chunk", "finished", "retracted"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

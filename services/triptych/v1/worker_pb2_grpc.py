@@ -40,6 +40,11 @@ class WorkerServiceStub:
                 request_serializer=triptych_dot_v1_dot_worker__pb2.WorkerGenerateRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_worker__pb2.WorkerGenerateResponse.FromString,
                 _registered_method=True)
+        self.SettleDraft = channel.unary_unary(
+                '/triptych.v1.WorkerService/SettleDraft',
+                request_serializer=triptych_dot_v1_dot_worker__pb2.SettleDraftRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_worker__pb2.SettleDraftResponse.FromString,
+                _registered_method=True)
         self.ProbeCache = channel.unary_unary(
                 '/triptych.v1.WorkerService/ProbeCache',
                 request_serializer=triptych_dot_v1_dot_worker__pb2.ProbeCacheRequest.SerializeToString,
@@ -60,6 +65,14 @@ class WorkerServiceServicer:
         """Prefills a prompt and decodes. The stream is: one `started`, any number of `chunk`, one `finished`; or an error.
         Cancelling frees slot and blocks within one step. FAILED_PRECONDITION with reason FEATURES_REQUIRED: an image was
         sent without features and its KV is not (or no longer) cached; send it again with features.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SettleDraft(self, request, context):
+        """Decides about a generation that was begun with a draft encoder's features. To be called after its `started` event.
+        INVALID_ARGUMENT with reason DRAFT_UNKNOWN: no generation waits for this verdict (it has ended, or has got one).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,6 +100,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=triptych_dot_v1_dot_worker__pb2.WorkerGenerateRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_worker__pb2.WorkerGenerateResponse.SerializeToString,
+            ),
+            'SettleDraft': grpc.unary_unary_rpc_method_handler(
+                    servicer.SettleDraft,
+                    request_deserializer=triptych_dot_v1_dot_worker__pb2.SettleDraftRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_worker__pb2.SettleDraftResponse.SerializeToString,
             ),
             'ProbeCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ProbeCache,
@@ -127,6 +145,33 @@ class WorkerService:
             '/triptych.v1.WorkerService/Generate',
             triptych_dot_v1_dot_worker__pb2.WorkerGenerateRequest.SerializeToString,
             triptych_dot_v1_dot_worker__pb2.WorkerGenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SettleDraft(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.WorkerService/SettleDraft',
+            triptych_dot_v1_dot_worker__pb2.SettleDraftRequest.SerializeToString,
+            triptych_dot_v1_dot_worker__pb2.SettleDraftResponse.FromString,
             options,
             channel_credentials,
             insecure,

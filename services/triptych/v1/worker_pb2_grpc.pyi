@@ -38,6 +38,10 @@ class WorkerServiceStub:
     Cancelling frees slot and blocks within one step. FAILED_PRECONDITION with reason FEATURES_REQUIRED: an image was
     sent without features and its KV is not (or no longer) cached; send it again with features.
     """
+    SettleDraft: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SettleDraftRequest, _worker_pb2.SettleDraftResponse]
+    """Decides about a generation that was begun with a draft encoder's features. To be called after its `started` event.
+    INVALID_ARGUMENT with reason DRAFT_UNKNOWN: no generation waits for this verdict (it has ended, or has got one).
+    """
     ProbeCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ProbeCacheRequest, _worker_pb2.ProbeCacheResponse]
     """Tells how much of a prompt the KV cache covers now. Takes no reference: the answer may be outdated when used."""
     WatchLoad: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WorkerLoad]
@@ -54,6 +58,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Prefills a prompt and decodes. The stream is: one `started`, any number of `chunk`, one `finished`; or an error.
     Cancelling frees slot and blocks within one step. FAILED_PRECONDITION with reason FEATURES_REQUIRED: an image was
     sent without features and its KV is not (or no longer) cached; send it again with features.
+    """
+    SettleDraft: _aio.UnaryUnaryMultiCallable[_worker_pb2.SettleDraftRequest, _worker_pb2.SettleDraftResponse]  # type: ignore[assignment]
+    """Decides about a generation that was begun with a draft encoder's features. To be called after its `started` event.
+    INVALID_ARGUMENT with reason DRAFT_UNKNOWN: no generation waits for this verdict (it has ended, or has got one).
     """
     ProbeCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.ProbeCacheRequest, _worker_pb2.ProbeCacheResponse]  # type: ignore[assignment]
     """Tells how much of a prompt the KV cache covers now. Takes no reference: the answer may be outdated when used."""
@@ -74,6 +82,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Prefills a prompt and decodes. The stream is: one `started`, any number of `chunk`, one `finished`; or an error.
         Cancelling frees slot and blocks within one step. FAILED_PRECONDITION with reason FEATURES_REQUIRED: an image was
         sent without features and its KV is not (or no longer) cached; send it again with features.
+        """
+
+    @_abc_1.abstractmethod
+    def SettleDraft(
+        self,
+        request: _worker_pb2.SettleDraftRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SettleDraftResponse, _abc.Awaitable[_worker_pb2.SettleDraftResponse]]:
+        """Decides about a generation that was begun with a draft encoder's features. To be called after its `started` event.
+        INVALID_ARGUMENT with reason DRAFT_UNKNOWN: no generation waits for this verdict (it has ended, or has got one).
         """
 
     @_abc_1.abstractmethod

@@ -14,6 +14,9 @@ from triptych.errors import InvalidRequest
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+TOWER_WEIGHTS, PROJECTOR_WEIGHTS = "vision_tower.", "multi_modal_projector."
+"""What the names of these parts' weights begin with."""
+
 RESAMPLE_NAMES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """Pillow's filters by their number, as preprocessor configurations hold them."""
 
@@ -132,26 +135,38 @@ def read_preprocessing(folder: Path, vision: dict[str, Any]) -> Preprocessing:
 
 def read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Returns (tower, projector) in float32, reading nothing of the language model."""
-    tower: dict[str, torch.Tensor] = {}
-    projector: dict[str, torch.Tensor] = {}
-    for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as weights:
-                for name in weights.keys():  # noqa: SIM118 -- not a dict
-                    part, _, rest = name.removeprefix("model.").partition(".")
-                    if part == "vision_tower":
-                        # The hub's spelling has one level more than what transformers 5 saves.
-                        tower[rest.removeprefix("vision_model.")] = weights.get_tensor(name).float()
-                    elif part == "multi_modal_projector":
-                        projector[rest] = weights.get_tensor(name).float()
-        except (OSError, SafetensorError) as error:
-            raise InvalidRequest(f"cannot read {file}: {error}", reason="CHECKPOINT_CORRUPT") from error
+    weights = read_tensors(folder, (TOWER_WEIGHTS, PROJECTOR_WEIGHTS))
+    tower, projector = without_level(below(TOWER_WEIGHTS, weights)), below(PROJECTOR_WEIGHTS, weights)
     if not tower or "linear_2.weight" not in projector:
         raise InvalidRequest(
             f"{folder} holds no {'vision_tower' if not tower else 'multi_modal_projector'} weights",
             reason="CHECKPOINT_UNSUPPORTED",
         )
     return tower, projector
+
+
+def read_tensors(folder: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, torch.Tensor]:
+    """Returns the weights whose names, `model.` aside, begin with one of the prefixes, in float32."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as weights:
+                for name in weights.keys():  # noqa: SIM118 -- not a dict
+                    if name.removeprefix("model.").startswith(prefixes):
+                        tensors[name.removeprefix("model.")] = weights.get_tensor(name).float()
+        except (OSError, SafetensorError) as error:
+            raise InvalidRequest(f"cannot read {file}: {error}", reason="CHECKPOINT_CORRUPT") from error
+    return tensors
+
+
+def below(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the weights whose names begin with a prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def without_level(tower: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns a tower's weights as transformers 5 names them: the hub's spelling has one level more."""
+    return {name.removeprefix("vision_model."): tensor for name, tensor in tower.items()}
 
 
 def weight_files(folder: Path) -> Iterator[Path]:

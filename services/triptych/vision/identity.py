@@ -55,6 +55,15 @@ def identity(
     return digest.digest()
 
 
+def draft_identity(target: bytes, draft: EncoderSpec) -> bytes:
+    """Returns the 32-byte identity of a draft encoder's features of an image that has the identity `target`."""
+    digest = hashlib.sha256()
+    _add(digest, b"draft of", target)
+    _add(digest, b"model", draft.fingerprint.encode())
+    _add(digest, b"version", draft.version.encode())
+    return digest.digest()
+
+
 def _add(digest: "hashlib._Hash", tag: bytes, value: bytes) -> None:
     digest.update(b"%d:%s%d:" % (len(tag), tag, len(value)))
     digest.update(value)

@@ -1,5 +1,8 @@
 """Proto messages to what the engine understands, checked: whatever passes here can hurt nobody but its sender."""
 
+import time
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -57,6 +60,32 @@ def read_request(
         priority=_PRIORITIES[message.priority],
         cache_salt=message.prompt.cache_salt,
         arrival_ns=arrival_ns,
+    )
+
+
+def read_final(
+    request: GenerationRequest, message: worker_pb2.SettleDraftRequest, model: LoadedModel
+) -> GenerationRequest:
+    """Returns a request that was submitted with draft features, with its images' final ones in their places.
+
+    Its time at the worker begins anew. Raises InvalidRequest when they do not fit the prompt.
+    """
+    spans = request.prompt.spans
+    if len(message.images) != len(spans):
+        raise InvalidRequest(f"the prompt has {len(spans)} images, the verdict {len(message.images)}")
+    final_spans, final_features = list(spans), list(request.features)
+    for index, (image, span) in enumerate(zip(message.images, spans, strict=True)):
+        if not image.identity:
+            continue
+        if len(image.identity) != 32 or image.token_count != span.count or not image.HasField("features"):
+            raise InvalidRequest("a final image needs an identity of 32 bytes, features, and the draft's token_count")
+        final_spans[index] = replace(span, identity=image.identity)
+        final_features[index] = _read_features(image, model)
+    return replace(
+        request,
+        prompt=replace(request.prompt, spans=tuple(final_spans)),
+        features=tuple(final_features),
+        arrival_ns=time.time_ns(),
     )
 
 

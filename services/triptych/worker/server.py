@@ -12,6 +12,7 @@ from triptych.config import WorkerSettings
 from triptych.rpc.channel import bind, create_server, set_serving
 from triptych.serving import serve_until_stopped
 from triptych.v1 import worker_pb2_grpc
+from triptych.worker.drafts import Drafts
 from triptych.worker.engine.thread import EngineThread
 from triptych.worker.loading import LoadedModel, load_model
 from triptych.worker.service import WorkerService
@@ -32,11 +33,13 @@ class Worker:
         port: Where it listens.
         model: What it serves.
         engine: Its engine's thread.
+        drafts: The generations that wait for a verdict on their features.
     """
 
     port: int
     model: LoadedModel
     engine: EngineThread
+    drafts: Drafts
 
 
 @contextlib.asynccontextmanager
@@ -57,7 +60,7 @@ async def run_worker(settings: WorkerSettings) -> AsyncIterator[Worker]:
     await server.start()
     monitor = asyncio.create_task(_follow_health(service, servicer))
     try:
-        yield Worker(port, model, engine)
+        yield Worker(port, model, engine, service.drafts)
     finally:
         monitor.cancel()
         with contextlib.suppress(asyncio.CancelledError):

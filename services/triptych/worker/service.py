@@ -13,13 +13,14 @@ from triptych.config import WorkerSettings
 from triptych.errors import TriptychError
 from triptych.telemetry.tracing import extract, tracer
 from triptych.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
-from triptych.worker.engine.events import Completed, Event, Load, Queued, Text
+from triptych.worker.drafts import DraftedGeneration, Drafts
+from triptych.worker.engine.events import Completed, Event, Load, Queued, Retracted, Text
 from triptych.worker.engine.logprobs import TokenChoice
 from triptych.worker.engine.request import FinishReason
 from triptych.worker.engine.thread import EngineThread
-from triptych.worker.intake import read_prompt, read_request
+from triptych.worker.intake import read_final, read_prompt, read_request
 from triptych.worker.loading import LoadedModel
-from triptych.worker.spans import record_stages, stage_durations
+from triptych.worker.spans import record_draft, record_stages, stage_durations
 
 _FINISH_REASONS = {
     FinishReason.END: generation_pb2.FINISH_REASON_END,
@@ -33,13 +34,18 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
-    """Translates between gRPC and the engine's thread."""
+    """Translates between gRPC and the engine's thread.
+
+    Attributes:
+        drafts: The generations that wait for a verdict on their features.
+    """
 
     def __init__(self, model: LoadedModel, engine: EngineThread, settings: WorkerSettings) -> None:
         self._model = model
         self._engine = engine
         self._settings = settings
         self._stopping = False
+        self.drafts = Drafts(engine, settings.draft_timeout_s)
         self._tokenizing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._description = worker_pb2.WorkerModel(
             name=model.name,
@@ -57,22 +63,42 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         attributes = {"triptych.request_id": request.request_id, "gen_ai.request.model": self._model.name}
         parent = extract(context.invocation_metadata())
         span = tracer.start_span("worker.generate", parent, attributes=attributes, start_time=arrival_ns)
+        drafted: DraftedGeneration | None = None
         try:
             prepared = await asyncio.get_running_loop().run_in_executor(
                 self._tokenizing, read_request, request, self._model, self._settings.default_max_tokens, arrival_ns
             )
-            generation = self._engine.submit(prepared)
+            if request.HasField("draft"):
+                drafted = self.drafts.begin(request.draft.id, prepared, request.draft.early_text)
+            generation = drafted or self._engine.submit(prepared)
             # The end of the call, however it comes about, ends the generation.
             context.add_done_callback(lambda _: generation.cancel())  # type: ignore[arg-type]  # A slip in the stubs.
             async for event in generation.events():
                 if isinstance(event, Completed):
                     record_stages(span, event.timeline, event.usage)
+                    if drafted is not None:
+                        record_draft(span, drafted)
                 yield _to_response(event)
         except TriptychError as error:
             span.set_status(trace.StatusCode.ERROR, error.reason)
             raise
         finally:
+            if drafted is not None:
+                self.drafts.end(drafted)
             span.end()
+
+    async def SettleDraft(
+        self, request: worker_pb2.SettleDraftRequest, context: Context
+    ) -> worker_pb2.SettleDraftResponse:
+        """Keeps a draft or replaces its features; see worker.proto."""
+        drafted = self.drafts.find(request.id)
+        final = None
+        if not request.keep:
+            final = await asyncio.get_running_loop().run_in_executor(
+                self._tokenizing, read_final, drafted.request, request, self._model
+            )
+        self.drafts.settle(request.id, final)
+        return worker_pb2.SettleDraftResponse(drafted_tokens=drafted.drafted_tokens)
 
     async def ProbeCache(
         self, request: worker_pb2.ProbeCacheRequest, context: Context
@@ -147,4 +173,6 @@ def _to_response(event: Event) -> worker_pb2.WorkerGenerateResponse:
             durations=stage_durations(event.timeline, time.time_ns()),
         )
         return worker_pb2.WorkerGenerateResponse(finished=finished)
+    if isinstance(event, Retracted):
+        return worker_pb2.WorkerGenerateResponse(retracted=generation_pb2.Retracted())
     raise TypeError(f"{type(event).__name__} has no response")

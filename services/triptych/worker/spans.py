@@ -5,6 +5,7 @@ from opentelemetry import trace
 
 from triptych.telemetry.tracing import record_span
 from triptych.v1 import generation_pb2
+from triptych.worker.drafts import DraftedGeneration
 from triptych.worker.engine.events import Usage
 from triptych.worker.engine.timeline import Timeline
 
@@ -28,6 +29,14 @@ def record_stages(span: trace.Span, timeline: Timeline, usage: Usage) -> None:
     if timeline.first_token_ns is not None and timeline.last_token_ns is not None:
         attributes = {"triptych.output_tokens": usage.output_tokens}
         record_span("worker.decode", timeline.first_token_ns, timeline.last_token_ns, parent, attributes)
+
+
+def record_draft(span: trace.Span, drafted: DraftedGeneration) -> None:
+    """Records the time that a request was computed on draft features and waited for the verdict on them."""
+    if span.is_recording() and drafted.settled_ns is not None:
+        attributes = {"triptych.draft.kept": drafted.kept, "triptych.draft.tokens": drafted.drafted_tokens}
+        parent = trace.set_span_in_context(span)
+        record_span("worker.draft", drafted.request.arrival_ns, drafted.settled_ns, parent, attributes)
 
 
 def stage_durations(timeline: Timeline, now_ns: int) -> generation_pb2.StageDurations:

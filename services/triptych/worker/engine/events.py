@@ -58,7 +58,12 @@ class Failed:
     timeline: Timeline | None = None
 
 
-Event = Queued | Text | Completed | Failed
+@dataclass(frozen=True, slots=True)
+class Retracted:
+    """All text told so far is void: it was made from draft features that were not kept. The right text follows."""
+
+
+Event = Queued | Text | Completed | Failed | Retracted
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,12 +37,17 @@ class Generation:
     async def events(self) -> AsyncIterator[Event]:
         """Yields the request's events up to Completed. Raises the TriptychError of a Failed one."""
         while True:
-            event = await self._events.get()
-            if isinstance(event, Failed):
-                raise event.error
+            event = await self.next_event()
             yield event
             if isinstance(event, Completed):
                 return
+
+    async def next_event(self) -> Event:
+        """Returns the next event; a call that is cancelled takes none. Raises the TriptychError of a Failed one."""
+        event = await self._events.get()
+        if isinstance(event, Failed):
+            raise event.error
+        return event
 
     def cancel(self) -> None:
         """Ends the request before the next step; does nothing if it has ended."""
