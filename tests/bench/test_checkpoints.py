@@ -7,58 +7,21 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import (
-    AutoProcessor,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaForConditionalGeneration,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoProcessor, LlavaForConditionalGeneration
 
+from tests.bench.llava import TOWER, VISUAL_TOKENS, write_language_model, write_small_llava
 from triptych.bench.engine.checkpoint import MODELS, bench_checkpoint
-from triptych.bench.engine.vision_checkpoint import IMAGE_TOKEN, TOWERS, write_llava
-from triptych.config import bundled
+from triptych.bench.engine.vision_checkpoint import TOWERS, write_llava
 from triptych.errors import InvalidRequest
 from triptych.vision.export_checkpoint import read_checkpoint
 from triptych.worker.model.config import load_model_config
 from triptych.worker.model.weights import load_decoder_weights
 from triptych.worker.prompt import ImageSlot, PromptEncoder, Turn
 
-TOWER = CLIPVisionConfig(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, image_size=56, patch_size=14
-)
-VISUAL_TOKENS = 16
-
 
 @pytest.fixture(scope="module")
-def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bundled("models/demo") / "tokenizer.json"))
-    torch.manual_seed(5)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=48,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=3,
-            num_key_value_heads=1,
-            tie_word_embeddings=True,
-        )
-    ).save_pretrained(folder)
-    # As that of a language model: it knows no image.
-    description = json.loads(tokenizer.backend_tokenizer.to_str().replace(IMAGE_TOKEN, "<unused>"))
-    (folder / "tokenizer.json").write_text(json.dumps(description))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def checkpoint(language_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llava")
-    write_llava(folder, language_model, TOWER)
-    return folder
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_llava(tmp_path_factory.mktemp("small"))
 
 
 def test_transformers_loads_every_weight_and_answers_about_a_picture(checkpoint: Path) -> None:
@@ -91,9 +54,8 @@ def test_a_row_that_was_added_is_never_the_likeliest_token(checkpoint: Path) -> 
     assert (hidden @ embedding.T).argmax(-1).max() < known
 
 
-def test_equal_seeds_give_equal_weights_and_tensors_are_named_as_on_the_hub(
-    language_model: Path, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_equal_seeds_give_equal_weights_and_tensors_are_named_as_on_the_hub(checkpoint: Path, tmp_path: Path) -> None:
+    language_model = write_language_model(tmp_path)
     write_llava(tmp_path / "again", language_model, TOWER)
     write_llava(tmp_path / "other", language_model, TOWER, seed=1)
     first, again, other = (

@@ -8,17 +8,28 @@ import pytest
 
 from tests.worker.checkpoints import write_text_only
 from triptych.bench.benchmark import GoodputPlan
+from triptych.bench.driver import Round
 from triptych.bench.goodput import Slo
 from triptych.bench.peers.catalog import PEERS
 from triptych.bench.peers.contestant import Contestant, make_ours, make_peer, make_plain
 from triptych.bench.peers.measure import Plan, compare, convert
 from triptych.bench.peers.peer import SHIM, Command, create_environment
+from triptych.bench.peers.picture_trials import (
+    MIXED_LIMITS,
+    PICTURE_TRIALS,
+    good_answers,
+    section_of,
+    times_sooner_again,
+    trials_for,
+)
 from triptych.bench.peers.results import Entry, Results, Sample, read_results
 from triptych.bench.peers.summary import judge, summarise
 from triptych.bench.peers.table import tables_of, write_report
 from triptych.bench.peers.trials import TRIALS, Bar, Trial, decode_rate, output_rate
-from triptych.bench.report import Figures
+from triptych.bench.recorder import Record
+from triptych.bench.report import Figures, RoundReport, report_round
 from triptych.bench.scenarios import Shape
+from triptych.config import bundled
 from triptych.errors import InvalidRequest, Unavailable
 from triptych.ports import free_ports
 from triptych.processes import ServiceSpec
@@ -134,10 +145,57 @@ def test_a_peer_is_pinned_and_says_how_it_is_installed_and_started(name: str, tm
 
 def test_ours_is_the_whole_stack_on_free_ports(tmp_path: Path) -> None:
     folder = write_text_only(tmp_path / "tiny")
-    ours = make_ours(folder, "bfloat16", StackSettings.from_environment())
+    ours = make_ours(folder, "bfloat16", StackSettings.from_environment(), tmp_path)
     assert [service.name for service in ours.services] == ["worker", "router", "gateway"]
     assert ours.services[0].env["TRIPTYCH_WORKER_DTYPE"] == "bfloat16"
     assert ours.services[0].env["TRIPTYCH_WORKER_MODEL_DIR"] == str(folder)
+
+
+def test_a_model_that_sees_is_exported_first_and_never_answers_from_text_alone(tmp_path: Path) -> None:
+    ours = make_ours(bundled("models/demo"), "float32", StackSettings.from_environment(), tmp_path)
+    assert [service.name for service in ours.services] == ["triton", "worker", "router", "gateway"]
+    export, move = ours.conversions
+    repository = str(tmp_path / "converted" / "triptych" / "demo")
+    assert "export" in export.argv and move.argv[-1] == repository
+    assert ours.services[0].env["TRIPTYCH_TRITON_MODEL_REPOSITORY"] == repository
+    assert ours.body["triptych"]["degrade"] is False
+    Path(repository).mkdir(parents=True)
+    assert not make_ours(bundled("models/demo"), "float32", StackSettings.from_environment(), tmp_path).conversions
+
+
+def one_round(*requests: tuple[str, float, float]) -> RoundReport:
+    """Requests of a label, time to first token and time per output token, in a round of 10 s."""
+    records = [
+        Record(label, 0, 0.0, 0.0, pieces_s=[ttft], ended_s=ttft + 10 * tpot, output_tokens=11)
+        for label, ttft, tpot in requests
+    ]
+    return report_round(Round(records=records, duration_s=10.0), seed=0)
+
+
+def test_a_picture_seen_again_is_compared_with_its_first_time() -> None:
+    found = one_round(("first", 4.0, 0.0), ("again", 0.1, 0.0), ("again", 0.2, 0.0), ("again", 0.5, 0.0))
+    assert times_sooner_again(found) == 20.0
+
+
+def test_answers_in_mixed_traffic_are_good_within_the_limits_of_their_kind() -> None:
+    slow = MIXED_LIMITS["text"].ttft_s + 0.1
+    found = one_round(("text", 0.1, 0.01), ("text", slow, 0.01), ("image", slow, 0.01), ("image", slow, 1.0))
+    assert good_answers(found) == 0.2
+
+
+def test_a_bar_may_want_the_figure_itself() -> None:
+    (trial,) = (trial for trial in PICTURE_TRIALS if trial.bar.least)
+    found = results(trial, triptych_bf16=[20.0], vllm_bf16=[40.0])
+    assert [verdict.met for verdict in judge(found, PICTURE_TRIALS, same_type=True)] == [True]
+    found = results(trial, triptych_bf16=[9.0], vllm_bf16=[1.0])
+    assert [verdict.met for verdict in judge(found, PICTURE_TRIALS, same_type=True)] == [False]
+
+
+def test_the_model_decides_what_is_measured_and_where_it_is_reported(tmp_path: Path) -> None:
+    assert trials_for(bundled("models/demo")) == PICTURE_TRIALS
+    assert trials_for(write_text_only(tmp_path / "tiny")) == TRIALS
+    assert section_of(results(DECODE, triptych_bf16=[1.0])) == "peers"
+    assert section_of(results(PICTURE_TRIALS[0], triptych_bf16=[1.0])) == "peers-toy"
 
 
 def test_other_engines_are_not_told_of_a_quantization_that_is_undone(tmp_path: Path) -> None:

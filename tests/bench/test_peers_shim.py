@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.bench.llava import VISUAL_TOKENS, write_small_llava
 from tests.bench.toy_engine import Toy
 from tests.worker.checkpoints import write_text_only
+from triptych.bench.content import make_picture
 from triptych.bench.peers.shim.server import Engine, serve
 from triptych.bench.targets.http import HttpTarget
 from triptych.bench.targets.target import Piece, RequestFailed, Usage
@@ -123,5 +126,23 @@ async def test_transformers_batch_what_waits_and_give_each_as_many_tokens_as_it_
     ]
     assert long[1].prompt_tokens == inputs["input_ids"].shape[1]
     assert long[0] == [tokenizer.decode([token]) for token in ids.tolist()]
+    await target.close()
+    served.stop()
+
+
+async def test_transformers_answer_about_pictures_beside_texts(tmp_path: Path) -> None:
+    from triptych.bench.peers.shim.transformers_engine import load
+
+    folder = write_small_llava(tmp_path)
+    served = Served(load(SimpleNamespace(model=str(folder), dtype="float32", threads=1)))
+    target = HttpTarget(served.url)
+    await target.prepare()
+    picture = make_picture(np.random.default_rng(0), 60)
+    seen, told = await asyncio.gather(
+        answer(target, Message("user", "what is it?", (picture,)), tokens=3),
+        answer(target, Message("user", "what is it?"), tokens=3),
+    )
+    assert seen[1].prompt_tokens == (told[1].prompt_tokens or 0) + VISUAL_TOKENS
+    assert seen[1].output_tokens == told[1].output_tokens == 3
     await target.close()
     served.stop()

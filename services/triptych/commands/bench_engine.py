@@ -36,7 +36,7 @@ def engine(
 
     setup_logging("bench")
     console = Console(stderr=as_json)
-    model = model or text_checkpoint(console)
+    model = model or bench_checkpoint(console)
     plan = Plan(model_dir=model, dtype=dtype, weights=weights, threads=threads, samples=samples, control=control)
     plan = plan.model_copy(
         update={
@@ -82,7 +82,7 @@ def speculation(
     from triptych.bench.engine.speculation import Guessing, measure_gain
 
     console = Console(stderr=as_json)
-    model = model or text_checkpoint(console)
+    model = model or bench_checkpoint(console)
     guessing = Guessing(guesses=guesses, draft_model=draft_model, draft_weights=draft_weights)
     with Console(stderr=True).status("loading") as status:
         gains = measure_gain(model, dtype, guessing, samples, status.update)
@@ -101,13 +101,13 @@ def speculation(
         print(json.dumps({"gains": [gain.model_dump() for gain in gains]}))
 
 
-def text_checkpoint(console: "Console") -> Path:
-    """Returns where the text model is, and writes it first if need be."""
-    from triptych.bench.engine.checkpoint import CACHE, TEXT_MODEL, bench_checkpoint
+def bench_checkpoint(console: "Console", name: str = "smollm2-135m") -> Path:
+    """Returns where a bench checkpoint is, and writes it first if need be. Raises InvalidRequest for another name."""
+    from triptych.bench.engine import checkpoint
 
-    if not (CACHE / TEXT_MODEL / "config.json").is_file():
-        console.print(f"writing {CACHE / TEXT_MODEL}", highlight=False, soft_wrap=True)
-    return bench_checkpoint(TEXT_MODEL)
+    if not (checkpoint.CACHE / name / "config.json").is_file():
+        console.print(f"writing {checkpoint.CACHE / name}", highlight=False, soft_wrap=True)
+    return checkpoint.bench_checkpoint(name)
 
 
 def draft(
@@ -121,7 +121,7 @@ def draft(
 
     from triptych.bench.engine.draft_checkpoint import write_draft
 
-    kept = write_draft(model or text_checkpoint(Console(stderr=as_json)), layers, folder)
+    kept = write_draft(model or bench_checkpoint(Console(stderr=as_json)), layers, folder)
     report = {"folder": str(folder), "layers": kept}
     print(json.dumps(report) if as_json else f"wrote {folder}: layers {', '.join(map(str, kept))}")
 

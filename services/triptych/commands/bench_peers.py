@@ -34,10 +34,16 @@ def peers(
         ),
     ] = None,
     trial: Annotated[
-        list[str] | None, typer.Option(help="decode-1, prefill-1024, streams-16, text-bursts; may be repeated")
+        list[str] | None,
+        typer.Option(
+            help="decode-1, prefill-1024, streams-16, text-bursts; for models that see image-1, images-8, image-again, "
+            "mixed; may be repeated (default: all that fit the model)"
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="rounds, each beginning with another engine")] = 3,
-    model: Annotated[Path | None, typer.Option(help="checkpoint; unset: that of `triptych bench model`")] = None,
+    model: Annotated[
+        str, typer.Option(help="checkpoint folder, or a name that `triptych bench model` knows")
+    ] = "smollm2-135m",
     environments: Annotated[
         Path, typer.Option(envvar="TRIPTYCH_BENCH_PEERS", help="where the peers' environments are")
     ] = ENVIRONMENTS,
@@ -51,33 +57,37 @@ def peers(
     """Compares our stack with vLLM, llama.cpp, OpenVINO GenAI and transformers on the same model, by one client."""
     from rich.console import Console
 
+    from triptych.bench.peers.picture_trials import ALL_TRIALS, section_of
     from triptych.bench.peers.results import read_results
     from triptych.bench.peers.summary import judge, summarise
     from triptych.bench.peers.table import tables_of, write_report
-    from triptych.bench.peers.trials import TRIALS
 
     console = Console(stderr=as_json)
     if install:
         for name in install:
             _install(name, environments, console)
         return
-    known = {one.name: one for one in TRIALS}
+    known = {one.name: one for one in ALL_TRIALS}
     if unknown := [name for name in trial or () if name not in known]:
         raise InvalidRequest(f"{unknown[0]!r} is none of {', '.join(known)}")
-    trials = [known[name] for name in trial or known]
     if only_report:
         if results is None:
             raise typer.BadParameter("needs --results", param_hint="--only-report")
         found = read_results(results)
     else:
-        found = _measure(engine or [], trials, rounds, model, environments, logs, console)
+        found = _measure(
+            engine or [], [known[name] for name in trial or ()], rounds, model, environments, logs, console
+        )
         if results is not None:
             found = read_results(results).joined(found) if results.exists() else found
             results.write_text(found.model_dump_json(), "utf-8")
+    measured = {sample.trial for sample in found.samples}
+    trials = [one for one in ALL_TRIALS if one.name in measured and (not trial or one.name in trial)]
     for table in tables_of(found, trials):
         console.print(table)
     if report is not None:
-        console.print(f"wrote {report} and {write_report(found, trials, report)}", highlight=False, soft_wrap=True)
+        picture = write_report(found, trials, report, section_of(found))
+        console.print(f"wrote {report} and {picture}", highlight=False, soft_wrap=True)
     if as_json:
         verdicts = judge(found, trials, same_type=True)
         keys: dict[str, object] = {}
@@ -110,17 +120,21 @@ def _measure(
     engines: list[str],
     trials: "list[Trial]",
     rounds: int,
-    model: Path | None,
+    model: str,
     environments: Path,
     logs: Path | None,
     console: "Console",
 ) -> "Results":
+    from triptych.bench.engine.checkpoint import MODELS
     from triptych.bench.peers.contestant import make_plain
     from triptych.bench.peers.measure import Plan, compare, convert
-    from triptych.commands.bench_engine import text_checkpoint
+    from triptych.bench.peers.picture_trials import trials_for
+    from triptych.commands.bench_engine import bench_checkpoint
 
     environments = environments.resolve()
-    model_dir = make_plain(model or text_checkpoint(console), environments / "models")
+    folder = bench_checkpoint(console, model) if model in MODELS else Path(model)
+    model_dir = make_plain(folder, environments / "models")
+    trials = trials or list(trials_for(model_dir))
     contestants = make_contestants(engines, model_dir, environments)
     with ExitStack() as exits:
         log = exits.enter_context(logs.open("a", encoding="utf-8")) if logs else None
@@ -168,7 +182,7 @@ def make_contestants(engines: list[str], model_dir: Path, environments: Path) ->
             raise InvalidRequest(f"{name} computes in {', '.join(offered)}, not in {dtype!r}")
         for one in [dtype] if dtype else [one for one in DTYPES if one in offered]:
             if name == OURS:
-                made.append(make_ours(model_dir, one, StackSettings.from_environment()))
+                made.append(make_ours(model_dir, one, StackSettings.from_environment(), environments))
             else:
                 made.append(make_peer(PEERS[name], one, model_dir, environments))
     return made

@@ -88,7 +88,10 @@ def write_llava(folder: Path, language_model: Path, vision: CLIPVisionConfig, se
     weights |= _vision_weights(vision, text.hidden_size, seed)
     with written_at_once(folder) as scratch:
         config.save_pretrained(scratch)
-        _processor(tokenizer, vision).save_pretrained(scratch)
+        processor = _processor(tokenizer, vision)
+        processor.save_pretrained(scratch)
+        # OpenVINO GenAI reads no other file, and divides by a deviation of zero without it.
+        processor.image_processor.save_pretrained(scratch)
         generation = language_model / "generation_config.json"
         if generation.is_file():
             (scratch / generation.name).write_bytes(generation.read_bytes())

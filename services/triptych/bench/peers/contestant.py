@@ -2,14 +2,16 @@
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from triptych.bench.peers.peer import SHORT, Command, Launch, Peer
 from triptych.ports import free_ports
 from triptych.processes import ServiceSpec
-from triptych.stack import StackSettings, plan_stack
+from triptych.stack import StackSettings, plan_stack, takes_no_pictures
 
 START_TIMEOUT_S = 900.0
 """vLLM compiles the model when it is first started."""
@@ -30,6 +32,7 @@ class Contestant:
         conversions: What must be run before the first start.
         services: Processes to start.
         url: Its OpenAI API, with `/v1`.
+        body: Fields that every request has beside the usual ones.
     """
 
     name: str
@@ -40,22 +43,48 @@ class Contestant:
     conversions: Sequence[Command]
     services: Sequence[ServiceSpec]
     url: str
+    body: Mapping[str, Any] = field(default_factory=dict)
 
 
 OURS = "triptych"
 
 
-def make_ours(model_dir: Path, dtype: str, settings: StackSettings) -> Contestant:
-    """Returns our stack on free ports, gateway and all. Its other settings are those of `settings`."""
+def make_ours(model_dir: Path, dtype: str, settings: StackSettings, environments: Path) -> Contestant:
+    """Returns our stack on free ports, gateway and all. Its other settings are those of `settings`.
+
+    Its vision repository is written below `environments`, as what is converted for peers. No deadline shall turn a
+    picture into a text-only answer, which would be quick: there is none that matters, and requests forbid it.
+    """
     worker = settings.worker.model_copy(
         update={"model_dir": model_dir, "dtype": dtype, "kv_cache_bytes": KV_CACHE_BYTES}
     )
+    triton, conversions = settings.triton, ()
+    if not takes_no_pictures(model_dir):
+        repository = environments / "converted" / OURS / model_dir.name
+        triton = triton.model_copy(update={"model_repository": repository, "start_timeout_s": START_TIMEOUT_S})
+        conversions = () if repository.is_dir() else tuple(_export(model_dir, repository))
     # Nobody else lowers resolution under load, so the comparison is without it.
-    router = settings.router.model_copy(update={"resolution_by_load": False})
-    stack = StackSettings(settings.triton, worker, router, settings.gateway).on_free_ports()
-    services = plan_stack(stack)
-    url = f"{stack.gateway_url}/v1"
-    return Contestant(f"{OURS}-{SHORT[dtype]}", OURS, "Triptych", "gateway", dtype, (), services, url)
+    patient = dict.fromkeys(("encode_timeout_s", "prefill_timeout_s", "next_token_timeout_s"), START_TIMEOUT_S)
+    router = settings.router.model_copy(update={"resolution_by_load": False, **patient})
+    stack = StackSettings(triton, worker, router, settings.gateway).on_free_ports()
+    return Contestant(
+        name=f"{OURS}-{SHORT[dtype]}",
+        engine=OURS,
+        title="Triptych",
+        access="gateway",
+        dtype=dtype,
+        conversions=conversions,
+        services=plan_stack(stack),
+        url=f"{stack.gateway_url}/v1",
+        body={"triptych": {"ignore_eos": True, "degrade": False}},
+    )
+
+
+def _export(model_dir: Path, repository: Path) -> Sequence[Command]:
+    part = f"{repository}.part"
+    export = (sys.executable, "-m", "triptych.cli", "export", str(model_dir), "--repository", part)
+    ours = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    return (Command(export, ours), Command(("mv", part, str(repository))))
 
 
 def make_peer(peer: Peer, dtype: str, model_dir: Path, environments: Path, threads: int | None = None) -> Contestant:

@@ -52,7 +52,7 @@ class Runner:
 
     def __init__(self, contestant: Contestant, stack: Stack) -> None:
         self.contestant = contestant
-        self.target = HttpTarget(contestant.url, name=contestant.name)
+        self.target = HttpTarget(contestant.url, name=contestant.name, extra_body=contestant.body)
         self._stack = stack
 
     @asynccontextmanager
@@ -168,8 +168,9 @@ async def _sample(plan: Plan, runner: Runner, trial: Trial, number: int, limit: 
             outcome = await run_round(
                 target, arrivals, trial.pacing, trial.shape.output_tokens, seed, deadline_s=DEADLINE_S
             )
-            figures = report_round(outcome, seed).figures
-            value = None if figures.errors else trial.figure(figures)
+            report = report_round(outcome, seed)
+            figures = report.figures
+            value = None if figures.errors else trial.figure(report)
     entry = runner.contestant.name
     return Sample(round=number, trial=trial.name, entry=entry, value=value, limit=limit, figures=figures)
 

@@ -18,6 +18,7 @@ class OpenVino:
         "optimum-intel==2.2.0",
         "nncf==3.4.0",
         "torch==2.13.0",
+        "pillow>=11.3",
     )
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
 

@@ -31,6 +31,8 @@ class Verdict(BaseModel):
     trial: str
     ours: Annotated[str, Field(description="our entry")]
     peer: Annotated[str, Field(description="the peer with the best median")]
+    value: Annotated[Spread, Field(description="our figure")]
+    wanted_value: float | None
     ratio: Annotated[Spread, Field(description="how many times as good ours is, in the same rounds")]
     wanted_ratio: float
     share_of_limit: Spread | None
@@ -40,7 +42,11 @@ class Verdict(BaseModel):
     def met(self) -> bool:
         """Whether the medians reach the bar."""
         reached = self.share_of_limit is not None and self.share_of_limit.median >= (self.wanted_share or 0)
-        return self.ratio.median >= self.wanted_ratio and (self.wanted_share is None or reached)
+        return (
+            self.ratio.median >= self.wanted_ratio
+            and (self.wanted_share is None or reached)
+            and self.value.median >= (self.wanted_value or 0)
+        )
 
 
 def summarise(results: Results, trials: Sequence[Trial]) -> list[Row]:
@@ -92,14 +98,18 @@ def judge(results: Results, trials: Sequence[Trial], *, same_type: bool) -> list
         for one, peer in pairs:
             if peer is None or (ratio := _ratio(results, trial, one.name, peer.name)) is None:
                 continue
+            row = rows[trial.name, one.name]
+            assert row.value is not None  # It is in the ratio.
             verdicts.append(
                 Verdict(
                     trial=trial.name,
                     ours=one.name,
                     peer=peer.name,
+                    value=row.value,
+                    wanted_value=trial.bar.least,
                     ratio=ratio,
                     wanted_ratio=trial.bar.ratio,
-                    share_of_limit=rows[trial.name, one.name].share_of_limit,
+                    share_of_limit=row.share_of_limit,
                     wanted_share=trial.bar.share,
                 )
             )

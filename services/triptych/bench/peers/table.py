@@ -103,12 +103,16 @@ def _verdicts(results: Results, trials: Sequence[Trial]) -> tuple[list[str], lis
         lines += [
             [
                 titles[one.trial] + kind, named[one.ours], named[one.peer], _range(one.ratio),
-                f"{one.wanted_ratio:g}", _percent(one.share_of_limit),
+                _wanted(one), _percent(one.share_of_limit),
                 "-" if one.wanted_share is None else f"{one.wanted_share:.0%}", _met(one),
             ]
             for one in verdicts
         ]  # fmt: skip
     return headings, lines
+
+
+def _wanted(verdict: Verdict) -> str:
+    return f"{verdict.wanted_ratio:g}" if verdict.wanted_value is None else f"a figure of {verdict.wanted_value:g}"
 
 
 def _met(verdict: Verdict) -> str:

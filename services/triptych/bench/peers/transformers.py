@@ -12,7 +12,7 @@ class Transformers:
     name = "transformers"
     title = "transformers 5.24"
     access = "our shim"
-    requirements: tuple[str, ...] = ("torch==2.13.0", "transformers==5.24.0", "accelerate==1.15.0")
+    requirements: tuple[str, ...] = ("torch==2.13.0", "transformers==5.24.0", "accelerate==1.15.0", "pillow>=11.3")
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
 
     def install(self, environment: Path) -> Sequence[Command]:

@@ -9,8 +9,8 @@ import torch
 from triptych.bench.benchmark import GoodputPlan
 from triptych.bench.engine.limits import kv_bytes, prefill_flops, weight_bytes
 from triptych.bench.goodput import Slo
-from triptych.bench.pacing import Concurrency
-from triptych.bench.report import Figures
+from triptych.bench.pacing import Concurrency, Pacing, Rate
+from triptych.bench.report import RoundReport
 from triptych.bench.scenarios import Shape
 from triptych.worker.model.config import DecoderConfig
 
@@ -28,10 +28,17 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What we want to reach: at least `ratio` times the best peer, and `share` of the limit (None: none wanted)."""
+    """What we want to reach; None: nothing of the kind is wanted.
+
+    Attributes:
+        ratio: Times the best peer's figure.
+        share: Of the limit.
+        least: The figure itself.
+    """
 
     ratio: float
     share: float | None = None
+    least: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +52,13 @@ class Trial:
         better: Which figures win.
         scenario: From SCENARIOS.
         shape: Sizes.
-        clients: Requests at once.
+        clients: Requests at once, unless there is a rate.
         requests: In a round.
         figure: The figure of a round; None when it has none.
         limit: The best figure that the machine allows, for a type; None when nobody has worked it out.
         bar: What is wanted, for equal types.
         goodput: Searches the highest rate inside these limits, and that is the figure; None: `clients` at once.
+        rate: Requests a second at Poisson times, whether or not they are answered.
     """
 
     name: str
@@ -60,37 +68,40 @@ class Trial:
     shape: Shape
     clients: int
     requests: int
-    figure: Callable[[Figures], float | None]
+    figure: Callable[[RoundReport], float | None]
     bar: Bar
     better: Literal["higher", "lower"] = "higher"
     limit: Callable[[DecoderConfig, torch.dtype, Rates], float] | None = None
     goodput: GoodputPlan | None = None
+    rate: float | None = None
 
     @property
-    def pacing(self) -> Concurrency:
+    def pacing(self) -> Pacing:
         """How requests arrive."""
-        return Concurrency(self.clients)
+        return Concurrency(self.clients) if self.rate is None else Rate(self.rate)
 
     def ratio(self, ours: float, theirs: float) -> float:
         """How many times as good our figure is as theirs."""
         return ours / theirs if self.better == "higher" else theirs / ours
 
 
-def decode_rate(figures: Figures) -> float | None:
+def decode_rate(round_: RoundReport) -> float | None:
     """Tokens a second of one stream once it has begun: the inverse of the median TPOT."""
+    figures = round_.figures
     return 1 / figures.tpot_s.p50 if figures.tpot_s else None
 
 
-def prefill_rate(figures: Figures) -> float | None:
+def prefill_rate(round_: RoundReport) -> float | None:
     """Prompt tokens a second, of the median time to first token; by the server's own count of the prompts."""
+    figures = round_.figures
     if figures.ttft_s is None or not figures.prompt_tokens:
         return None
     return figures.prompt_tokens / figures.requests / figures.ttft_s.p50
 
 
-def output_rate(figures: Figures) -> float | None:
+def output_rate(round_: RoundReport) -> float | None:
     """Output tokens a second, of all streams together, prefill included."""
-    return figures.output_tokens_per_s or None
+    return round_.figures.output_tokens_per_s or None
 
 
 def decode_limit(config: DecoderConfig, dtype: torch.dtype, rates: Rates) -> float:

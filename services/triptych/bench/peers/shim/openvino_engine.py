@@ -1,18 +1,31 @@
 """OpenVINO GenAI's continuous batching; one thread runs its steps."""
 
+import io
 import itertools
+import json
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openvino
 import openvino_genai
+from PIL import Image
 from transformers import AutoTokenizer
 
 CACHE_GIB = 2
 BATCHED_TOKENS = 2048
+
+
+Submit = Callable[[int], Any]
+"""Hands a request of a number to the pipeline; returns its handle."""
+
+
+def as_tensor(picture: bytes) -> Any:
+    """Returns an encoded file as [1, height, width, 3], uint8."""
+    return openvino.Tensor(np.asarray(Image.open(io.BytesIO(picture)).convert("RGB"))[np.newaxis])
 
 
 def load(arguments: Any) -> "OpenVinoEngine":
@@ -30,23 +43,36 @@ class OpenVinoEngine:
         properties = {"INFERENCE_PRECISION_HINT": dtype, "INFERENCE_NUM_THREADS": threads}
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
         self._tokenizer = AutoTokenizer.from_pretrained(model)
-        self._arrived: queue.Queue[tuple[Any, Any, queue.Queue[int | None]]] = queue.Queue()
+        config = json.loads((Path(model) / "config.json").read_text("utf-8"))
+        self._picture_tokens = config.get("image_seq_length") if "vision_config" in config else None
+        self._arrived: queue.Queue[tuple[Submit, queue.Queue[int | None]]] = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
 
     def stream(
         self, messages: list[dict[str, Any]], pictures: list[bytes], max_tokens: int
     ) -> tuple[int, Iterator[str]]:
         """See server.py."""
-        if pictures:
-            raise ValueError("this engine is not set up for pictures")
-        ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens = max_tokens
         config.ignore_eos = True
         config.do_sample = False
+        if self._picture_tokens is None:
+            if pictures:
+                raise ValueError("this model takes no pictures")
+            encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            length, arguments = (
+                len(encoded["input_ids"]),
+                (openvino.Tensor(np.array([encoded["input_ids"]], np.int64)),),
+            )
+        else:
+            config.apply_chat_template = False  # It is here that it is applied.
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            length = len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            length += len(pictures) * (self._picture_tokens - 1)
+            arguments = (text, [as_tensor(picture) for picture in pictures])
         tokens: queue.Queue[int | None] = queue.Queue()
-        self._arrived.put((openvino.Tensor(np.array([ids], np.int64)), config, tokens))
-        return len(ids), self._pieces(tokens)
+        self._arrived.put((lambda number: self._pipeline.add_request(number, *arguments, config), tokens))
+        return length, self._pieces(tokens)
 
     def _pieces(self, tokens: "queue.Queue[int | None]") -> Iterator[str]:
         while (token := tokens.get()) is not None:
@@ -57,8 +83,8 @@ class OpenVinoEngine:
         running: list[tuple[Any, queue.Queue[int | None]]] = []
         while True:
             while not running or not self._arrived.empty():
-                prompt, config, tokens = self._arrived.get()
-                running.append((self._pipeline.add_request(next(numbers), prompt, config), tokens))
+                submit, tokens = self._arrived.get()
+                running.append((submit(next(numbers)), tokens))  # Here pictures are encoded.
             self._pipeline.step()
             for handle, tokens in list(running):
                 while handle.can_read():

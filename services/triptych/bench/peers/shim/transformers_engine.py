@@ -1,5 +1,6 @@
 """transformers' `generate`; one thread runs it, on a batch of what has arrived."""
 
+import io
 import queue
 import threading
 from collections.abc import Iterator
@@ -7,7 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+)
 from transformers.generation.streamers import BaseStreamer
 
 GATHER_S = 0.005
@@ -22,9 +30,10 @@ def load(arguments: Any) -> "TransformersEngine":
 
 @dataclass
 class Waiting:
-    """A request: its prompt, its length, and where its tokens go (None ends them)."""
+    """A request: its prompt, its pictures' pixels, its length, and where its tokens go (None ends them)."""
 
     ids: list[int]
+    pixels: torch.Tensor | None
     max_tokens: int
     tokens: "queue.Queue[int | None]" = field(default_factory=queue.Queue)
 
@@ -55,7 +64,10 @@ class TransformersEngine:
 
     def __init__(self, model: str, dtype: torch.dtype) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+        sees = hasattr(AutoConfig.from_pretrained(model), "vision_config")
+        self._processor = AutoProcessor.from_pretrained(model) if sees else None
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        self._model = kind.from_pretrained(model, dtype=dtype).eval()
         self._arrived: queue.Queue[Waiting] = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -63,12 +75,21 @@ class TransformersEngine:
         self, messages: list[dict[str, Any]], pictures: list[bytes], max_tokens: int
     ) -> tuple[int, Iterator[str]]:
         """See server.py."""
-        if pictures:
-            raise ValueError("this engine is not set up for pictures")
-        ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        request = Waiting(ids, max_tokens)
+        ids, pixels = self._read(messages, pictures)
+        request = Waiting(ids, pixels, max_tokens)
         self._arrived.put(request)
         return len(ids), self._pieces(request)
+
+    def _read(self, messages: list[dict[str, Any]], pictures: list[bytes]) -> tuple[list[int], torch.Tensor | None]:
+        if not pictures:
+            encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            return encoded["input_ids"], None
+        if self._processor is None:
+            raise ValueError("this model takes no pictures")
+        text = self._processor.apply_chat_template(messages, add_generation_prompt=True)
+        images = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures]
+        inputs = self._processor(images=images, text=text, return_tensors="pt")
+        return inputs["input_ids"][0].tolist(), inputs["pixel_values"]
 
     def _pieces(self, request: Waiting) -> Iterator[str]:
         while (token := request.tokens.get()) is not None:
@@ -94,6 +115,8 @@ class TransformersEngine:
         padding = self._tokenizer.pad_token_id or 0
         rows = [[padding] * (longest - len(one.ids)) + one.ids for one in batch]
         mask = [[0] * (longest - len(one.ids)) + [1] * len(one.ids) for one in batch]
+        pixels = [one.pixels for one in batch if one.pixels is not None]
+        seen = {"pixel_values": torch.cat(pixels).to(self._model.dtype)} if pixels else {}
         self._model.generate(
             input_ids=torch.tensor(rows),
             attention_mask=torch.tensor(mask),
@@ -102,4 +125,5 @@ class TransformersEngine:
             do_sample=False,
             pad_token_id=padding,
             streamer=Spreader(batch),
+            **seen,
         )
