@@ -9,6 +9,20 @@ KV_GIB = 2
 _PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 _FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
 
+_NAME_OPERATORS = """
+from importlib.util import find_spec
+from pathlib import Path
+
+file = Path(find_spec("torchvision").origin).with_name("extension.py")
+if "triptych" not in (text := file.read_text()):
+    file.write_text(text + '''
+if not _has_ops():  # Added by triptych.
+    operators = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        operators.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+''')
+"""
+
 
 class Vllm:
     """Its own OpenAI server.
@@ -24,9 +38,15 @@ class Vllm:
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
 
     def install(self, environment: Path) -> Sequence[Command]:
-        """Builds of these for CUDA, which PyPI has, fail to load beside a CPU build of torch."""
-        unloadable = ("torchvision", "torchaudio", "torchcodec")
-        return [Command((str(environment / "bin" / "pip"), "uninstall", "--quiet", "--yes", *unloadable))]
+        """PyPI's torchaudio, torchcodec and torchvision are for CUDA and do not load beside a CPU build of torch.
+
+        Pictures need torchvision's Python part: it loads once the operators that it describes are known.
+        """
+        pip, python = (str(environment / "bin" / name) for name in ("pip", "python"))
+        return [
+            Command((pip, "uninstall", "--quiet", "--yes", "torchaudio", "torchcodec")),
+            Command((python, "-c", _NAME_OPERATORS)),
+        ]
 
     def prepare(self, launch: Launch) -> Sequence[Command]:
         """Reads checkpoints as they are."""
