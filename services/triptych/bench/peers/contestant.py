@@ -58,7 +58,8 @@ def make_ours(model_dir: Path, dtype: str, settings: StackSettings, environments
     worker = settings.worker.model_copy(
         update={"model_dir": model_dir, "dtype": dtype, "kv_cache_bytes": KV_CACHE_BYTES}
     )
-    triton, conversions = settings.triton, ()
+    triton = settings.triton
+    conversions: tuple[Command, ...] = ()
     if not takes_no_pictures(model_dir):
         repository = environments / "converted" / OURS / model_dir.name
         triton = triton.model_copy(update={"model_repository": repository, "start_timeout_s": START_TIMEOUT_S})

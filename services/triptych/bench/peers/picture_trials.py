@@ -18,7 +18,7 @@ MIXED_RATE = 0.5
 
 def first_token(round_: RoundReport) -> float | None:
     """Median time to first token, in seconds."""
-    return round_.figures.ttft_s and round_.figures.ttft_s.p50
+    return round_.figures.ttft_s.p50 if round_.figures.ttft_s else None
 
 
 def times_sooner_again(round_: RoundReport) -> float | None:

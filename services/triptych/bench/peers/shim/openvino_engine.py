@@ -60,10 +60,8 @@ class OpenVinoEngine:
             if pictures:
                 raise ValueError("this model takes no pictures")
             encoded = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-            length, arguments = (
-                len(encoded["input_ids"]),
-                (openvino.Tensor(np.array([encoded["input_ids"]], np.int64)),),
-            )
+            length = len(encoded["input_ids"])
+            arguments: tuple[Any, ...] = (openvino.Tensor(np.array([encoded["input_ids"]], np.int64)),)
         else:
             config.apply_chat_template = False  # It is here that it is applied.
             text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
