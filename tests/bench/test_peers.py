@@ -29,6 +29,7 @@ from triptych.bench.peers.trials import TRIALS, Bar, Trial, decode_rate, output_
 from triptych.bench.recorder import Record
 from triptych.bench.report import Figures, RoundReport, report_round
 from triptych.bench.scenarios import Shape
+from triptych.commands.bench_peers import how_to_start
 from triptych.config import bundled
 from triptych.errors import InvalidRequest, Unavailable
 from triptych.ports import free_ports
@@ -225,6 +226,13 @@ def toy(name: str, *conversions: Command) -> Contestant:
     service = ServiceSpec(name, argv, {"PYTHONPATH": str(TOYS)}, f"{url}/models", 30)
     engine = "triptych" if name == "fast" else "slow"
     return Contestant(f"{engine}-f32", engine, name, "our shim", "float32", conversions, (service,), url)
+
+
+def test_how_an_engine_is_started_can_be_repeated_in_a_shell() -> None:
+    contestant = toy("fast", Command(("convert", "a b"), {"LD_PRELOAD": "/lib/x.so"}))
+    convert_line, serve_line = how_to_start(contestant)
+    assert convert_line.startswith("env ") and convert_line.endswith("LD_PRELOAD=/lib/x.so convert 'a b'")
+    assert f"--port {contestant.url.split(':')[-1].removesuffix('/v1')}" in serve_line
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Coroutine
@@ -48,6 +50,9 @@ def peers(
         Path, typer.Option(envvar="TRIPTYCH_BENCH_PEERS", help="where the peers' environments are")
     ] = ENVIRONMENTS,
     install: Annotated[list[str] | None, typer.Option(help="makes a peer's environment, and does no more")] = None,
+    commands: Annotated[
+        bool, typer.Option("--commands", help="print how each engine is started, in the shell's words, and do no more")
+    ] = False,
     results: Annotated[Path | None, typer.Option(help="JSON file that this run's rounds are added to")] = None,
     only_report: Annotated[bool, typer.Option("--only-report", help="measure nothing, read --results")] = False,
     report: Annotated[Path | None, typer.Option(help="Markdown file whose tables and picture are renewed")] = None,
@@ -66,6 +71,13 @@ def peers(
     if install:
         for name in install:
             _install(name, environments, console)
+        return
+    if commands:
+        model_dir = _model_dir(model, environments, console)
+        for contestant in make_contestants(engine or [], model_dir, environments.resolve()):
+            print(f"# {contestant.name}: {contestant.url}")
+            for words in how_to_start(contestant):
+                print(words)
         return
     known = {one.name: one for one in ALL_TRIALS}
     if unknown := [name for name in trial or () if name not in known]:
@@ -125,17 +137,12 @@ def _measure(
     logs: Path | None,
     console: "Console",
 ) -> "Results":
-    from triptych.bench.engine.checkpoint import MODELS
-    from triptych.bench.peers.contestant import make_plain
     from triptych.bench.peers.measure import Plan, compare, convert
     from triptych.bench.peers.picture_trials import trials_for
-    from triptych.commands.bench_engine import bench_checkpoint
 
-    environments = environments.resolve()
-    folder = bench_checkpoint(console, model) if model in MODELS else Path(model)
-    model_dir = make_plain(folder, environments / "models")
+    model_dir = _model_dir(model, environments, console)
     trials = trials or list(trials_for(model_dir))
-    contestants = make_contestants(engines, model_dir, environments)
+    contestants = make_contestants(engines, model_dir, environments.resolve())
     with ExitStack() as exits:
         log = exits.enter_context(logs.open("a", encoding="utf-8")) if logs else None
 
@@ -149,6 +156,27 @@ def _measure(
         for contestant in contestants:
             convert(contestant, progress)
         return asyncio.run(_until_told(compare(Plan(model_dir, contestants, trials, rounds), sink, progress)))
+
+
+def _model_dir(model: str, environments: Path, console: "Console") -> Path:
+    """Returns the checkpoint as other engines like it."""
+    from triptych.bench.engine.checkpoint import MODELS
+    from triptych.bench.peers.contestant import make_plain
+    from triptych.commands.bench_engine import bench_checkpoint
+
+    folder = bench_checkpoint(console, model) if model in MODELS else Path(model)
+    return make_plain(folder, environments.resolve() / "models")
+
+
+def how_to_start(contestant: "Contestant") -> list[str]:
+    """Returns the commands that convert the model and start the services, with the variables that they set."""
+    started = [(one.argv, one.environment) for one in contestant.conversions]
+    started += [(one.argv, dict(one.env)) for one in contestant.services]
+    lines = []
+    for argv, environment in started:
+        own = [f"{key}={value}" for key, value in environment.items() if os.environ.get(key) != value]
+        lines.append(shlex.join(["env", *own, *argv] if own else argv))
+    return lines
 
 
 async def _until_told(comparison: "Coroutine[Any, Any, Results]") -> "Results":

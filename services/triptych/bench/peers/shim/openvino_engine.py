@@ -41,7 +41,13 @@ class OpenVinoEngine:
         scheduler.cache_size = CACHE_GIB
         scheduler.max_num_batched_tokens = BATCHED_TOKENS
         properties = {"INFERENCE_PRECISION_HINT": dtype, "INFERENCE_NUM_THREADS": threads}
-        self._pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
+        try:
+            self._pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
+        except (
+            RuntimeError
+        ):  # Without bfloat16 arithmetic its attention wants the cache in float32, and does not ask for it.
+            properties["KV_CACHE_PRECISION"] = "f32"
+            self._pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         config = json.loads((Path(model) / "config.json").read_text("utf-8"))
         self._picture_tokens = config.get("image_seq_length") if "vision_config" in config else None
