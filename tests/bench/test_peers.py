@@ -1,6 +1,7 @@
 """`triptych bench peers`: what is started, what is measured, and what the figures say."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,7 +30,6 @@ from triptych.bench.peers.trials import TRIALS, Bar, Trial, decode_rate, output_
 from triptych.bench.recorder import Record
 from triptych.bench.report import Figures, RoundReport, report_round
 from triptych.bench.scenarios import Shape
-from triptych.commands.bench_peers import how_to_start
 from triptych.config import bundled
 from triptych.errors import InvalidRequest, Unavailable
 from triptych.ports import free_ports
@@ -271,3 +271,37 @@ async def test_goodput_is_the_highest_rate_that_keeps_the_limits(tmp_path: Path)
     assert (fast.value, lame.value) == (8, 0)
     assert lame.figures.tpot_s is not None and lame.figures.tpot_s.p50 > 0.1
     assert judge(found, (trial,), same_type=True) == []
+
+
+def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    words = [sys.executable, "-m", "triptych.cli", "bench", "peers", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.slow
+def test_what_was_measured_is_reported_again_as_json(tmp_path: Path) -> None:
+    file = tmp_path / "peers.json"
+    file.write_text(results(DECODE, 200.0, triptych_bf16=[150.0], vllm_bf16=[100.0]).model_dump_json())
+    done = command("--only-report", "--results", str(file), "--json")
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["decode_1_bf16_ratio_to_best_peer"] == 1.5
+    assert line["decode_1_bf16_share_of_limit"] == 0.75
+    assert line["decode_1_bf16_met"] is True
+    assert [row["entry"] for row in line["rows"]] == ["triptych-bf16", "vllm-bf16"]
+    assert "vllm" in done.stderr.lower()
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [("sglang", "is none of triptych, vllm"), ("openvino:float16", "openvino computes in bfloat16, float32, not in")],
+)
+def test_a_wrong_engine_is_answered_with_the_right_ones(engine: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        make_contestants([engine], write_text_only(tmp_path / "tiny"), tmp_path)
+
+
+def test_unless_told_otherwise_what_is_installed_is_compared_in_both_types(tmp_path: Path) -> None:
+    (tmp_path / "llamacpp").mkdir()
+    made = make_contestants([], write_text_only(tmp_path / "tiny"), tmp_path)
+    assert [one.name for one in made] == ["triptych-bf16", "triptych-f32", "llamacpp-bf16", "llamacpp-f32"]
