@@ -30,6 +30,7 @@ from triptych.bench.peers.trials import TRIALS, Bar, Trial, decode_rate, output_
 from triptych.bench.recorder import Record
 from triptych.bench.report import Figures, RoundReport, report_round
 from triptych.bench.scenarios import Shape
+from triptych.commands.bench_peers import how_to_start, make_contestants
 from triptych.config import bundled
 from triptych.errors import InvalidRequest, Unavailable
 from triptych.ports import free_ports
