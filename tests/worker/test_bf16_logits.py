@@ -21,7 +21,8 @@ def logits_of_transformers(token_ids: list[int], dtype: torch.dtype) -> Tensor:
     """Returns [tokens, vocabulary], float64."""
     model = AutoModelForImageTextToText.from_pretrained(DEMO, dtype=torch.bfloat16).to(dtype)
     with torch.inference_mode():
-        return model(input_ids=torch.tensor([token_ids])).logits[0].double()
+        logits: Tensor = model(input_ids=torch.tensor([token_ids])).logits
+    return logits[0].double()
 
 
 def logits_of_ours(model: LoadedModel, token_ids: list[int]) -> Tensor:
