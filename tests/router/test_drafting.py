@@ -60,6 +60,9 @@ async def test_the_worker_gets_the_draft_at_once_and_its_words_come_after_the_ve
     report = answer.finished.draft
     assert (report.outcome, report.drafted_tokens) == (inference_pb2.DRAFT_OUTCOME_KEPT, 2)
     assert report.similarity == pytest.approx(1)
+    counted = rig.router.metrics.registry.get_sample_value
+    assert counted("mm_vision_drafts_total", {"outcome": "kept"}) == 1
+    assert counted("mm_image_lookups_total", {"lookup": "encoder", "outcome": "hit"}) == 1
     durations = answer.finished.durations
     assert 0 < durations.draft.ToNanoseconds() < durations.encode.ToNanoseconds()
 

@@ -10,6 +10,7 @@ from tests.router.conftest import Rig, until
 from tests.router.fakes import ask, png
 from triptych.telemetry import spans, tracing
 from triptych.v1 import inference_pb2
+from triptych.vision.reduction_spec import parse_reduction, to_message
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -72,6 +73,32 @@ async def test_a_cached_image_has_no_encode_span(rig: Rig, exporter: InMemorySpa
     exporter.clear()
     await rig.answer(ask(png(), "?"))
     assert "router.encode" not in await finished(exporter)
+
+
+async def test_a_reduction_is_a_span_that_says_how_many_tokens_are_left(
+    rig: Rig, exporter: InMemorySpanExporter
+) -> None:
+    await rig.answer(ask(png(), "?", reduction=to_message(parse_reduction("merge:8"))))
+    attributes = (await finished(exporter))["router.reduce"][0].attributes or {}
+    assert attributes["triptych.reduction"] == "merge:8"
+    assert (attributes["triptych.encoder_tokens"], attributes["triptych.visual_tokens"]) == (64, 8)
+
+
+async def test_a_draft_and_its_verdict_are_spans_and_say_how_alike_both_encoders_were(
+    rig: Rig, exporter: InMemorySpanExporter
+) -> None:
+    rig.encoder.behave = lambda: until(lambda: len(rig.worker.requests) > 0)
+    await rig.answer(ask(png(), "?", draft=inference_pb2.DraftOptions(mode=inference_pb2.DRAFT_MODE_ON)))
+    tree = await finished(exporter)
+    assert {name: len(tree[name]) for name in ("router.draft", "router.encode", "router.verify")} == {
+        "router.draft": 1,
+        "router.encode": 1,
+        "router.verify": 1,
+    }
+    attributes = tree["router.verify"][0].attributes or {}
+    assert attributes["triptych.draft.outcome"] == "kept"
+    assert attributes["triptych.draft.similarity"] == pytest.approx(1)
+    assert attributes["triptych.draft.threshold"] == 0.95
 
 
 async def test_errors_are_recorded_by_reason_and_payload_is_nowhere(rig: Rig, exporter: InMemorySpanExporter) -> None:

@@ -1,7 +1,7 @@
 """Trains the demo checkpoint, or with `--draft` a small tower that imitates the checkpoint's.
 
 `python -m triptych.demo.train --out models/demo --seed 0` takes an hour and a quarter on two quiet cores;
-`python -m triptych.demo.train --draft models/demo-draft --out models/demo --steps 2500` about ten minutes.
+`python -m triptych.demo.train --draft models/demo-draft --out models/demo --steps 900` about a quarter of one.
 """
 
 from __future__ import annotations

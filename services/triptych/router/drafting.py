@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry.trace import SpanKind
+from prometheus_client import Counter
 
 from triptych import tensors
 from triptych.config import RouterSettings
@@ -64,6 +65,7 @@ class Drafting:
         cache: EncoderCache,
         worker: WorkerClient,
         threads: ThreadPoolExecutor,
+        outcomes: Counter,
     ) -> None:
         self._settings = settings
         self._encoder = encoder
@@ -71,6 +73,7 @@ class Drafting:
         self._cache = cache
         self._worker = worker
         self._threads = threads
+        self._outcomes = outcomes
         self._looked_s = float("-inf")
         self._looking: asyncio.Task[bool] | None = None
 
@@ -100,6 +103,8 @@ class Drafting:
             error = drafting.exception() if drafting.done() else None
             if drafting.done() and error is None and not fetching.done():
                 state.draft = Draft(uuid.uuid4().hex, fetching)
+                for image in unknown:
+                    image.feature_source = inference_pb2.FEATURE_SOURCE_DRAFT
                 return True
             state.draft_report = inference_pb2.DraftReport(outcome=inference_pb2.DRAFT_OUTCOME_UNNEEDED)
             if isinstance(error, TriptychError):
@@ -107,6 +112,7 @@ class Drafting:
                 state.draft_report.outcome = inference_pb2.DRAFT_OUTCOME_UNAVAILABLE
             elif error is not None:
                 raise error
+            self._outcomes.labels(outcome_name(state.draft_report)).inc()
             await fetching
             return False
         finally:
@@ -160,6 +166,7 @@ class Drafting:
                     "triptych.draft.tokens": report.drafted_tokens,
                 }
             )
+        self._outcomes.labels(outcome_name(report)).inc()
         state.draft_report = report
         state.draft = None
         state.release()

@@ -22,6 +22,12 @@ class RouterMetrics:
         self.resolutions = Counter(
             "mm_image_resolutions", "Images by resolution and why", ["detail", "reason"], registry=registry
         )
+        self.drafts = Counter(
+            "mm_vision_drafts",
+            "Requests begun with a draft encoder, by what became of it",
+            ["outcome"],
+            registry=registry,
+        )
         self.held_bytes = Gauge(
             "mm_router_held_bytes", "Pixels and features of requests without a first token", registry=registry
         )

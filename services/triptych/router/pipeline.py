@@ -58,7 +58,9 @@ class Pipeline:
         self._resolution = ResolutionManager(
             settings, lambda: Load(worker.headroom, self.admission.pending), self._metrics.resolutions
         )
-        self._drafting = Drafting(settings, encoder, draft_encoder, self.cache, worker, self._threads)
+        self._drafting = Drafting(
+            settings, encoder, draft_encoder, self.cache, worker, self._threads, self._metrics.drafts
+        )
         self._encode = Encode(settings, encoder, self.cache, self._threads, self._drafting)
         self._steps: tuple[Step, ...] = (
             Intake(settings, worker, self._threads),
@@ -169,6 +171,7 @@ class Pipeline:
                     "triptych.images.kv_hits": sources.count(inference_pb2.FEATURE_SOURCE_KV_CACHE),
                     "triptych.images.embedding_hits": sources.count(inference_pb2.FEATURE_SOURCE_ENCODER_CACHE),
                     "triptych.images.encoded": sources.count(inference_pb2.FEATURE_SOURCE_ENCODER),
+                    "triptych.images.drafted": sources.count(inference_pb2.FEATURE_SOURCE_DRAFT),
                 }
             )
 

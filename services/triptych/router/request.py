@@ -89,6 +89,7 @@ class ImageState:
 
     def report(self) -> inference_pb2.ImageReport:
         """Returns what the client is told about the image."""
+        # The encoder may have been done while the worker took the draft.
         source = inference_pb2.FEATURE_SOURCE_DRAFT if self.draft_lease is not None else self.feature_source
         dropped = source == inference_pb2.FEATURE_SOURCE_UNSPECIFIED
         report = inference_pb2.ImageReport(

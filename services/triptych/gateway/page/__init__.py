@@ -16,7 +16,7 @@ and `triptych` of any chunk, merged as they come (each field is optional):
 
     request_id, trace_id
     images: [{width, height, encoded_side, detail, resolution_reason, visual_tokens,
-              source: kv_cache | encoder_cache | encoder}]
+              source: kv_cache | encoder_cache | encoder | draft}]
     timings: {intake, preprocess, encode, queue, prefill, decode, time_to_first_token, total}    seconds
     usage: {text_tokens, visual_tokens, cached_tokens, output_tokens}
     degradations: [{kind, explanation}]

@@ -7,6 +7,7 @@ const SOURCES = {
   kv_cache: "found in the worker’s KV cache",
   encoder_cache: "found in the encoder cache",
   encoder: "encoded now",
+  draft: "begun with a draft encoder",
 };
 
 /** What to do, by the `code` of an error (docs/errors.md). @type {Record<string, string>} */
