@@ -13,8 +13,8 @@ def vision(
     model: Annotated[
         Path | None, typer.Option(help="LLaVA-format checkpoint whose ViT encodes the tiles; unset: the bundled one")
     ] = None,
-    images: Annotated[int, typer.Option(min=20, help="images that each rule encodes")] = 300,
-    outstanding: Annotated[int, typer.Option(min=1, help="images in queue and encoder at any time")] = 48,
+    images: Annotated[int, typer.Option(min=20, help="images that each rule encodes")] = 200,
+    outstanding: Annotated[int, typer.Option(min=1, help="images in queue and encoder at any time")] = 32,
     seed: Annotated[int, typer.Option(min=0, help="equal seeds send equal images")] = 0,
     plot: Annotated[Path | None, typer.Option(help="PNG file to draw the result into")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")] = False,

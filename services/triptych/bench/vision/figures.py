@@ -68,8 +68,8 @@ class Figures:
     Attributes:
         budget: Pixel budget of the first rule: the largest image of the mix.
         per_pixel_bytes, fixed_bytes: What single images told of memory above idle.
-        pixels, count: What the two rules did; count's limit is the mean batch of pixels.
-        count_limit: Most images in a batch under the second rule.
+        pixels, count: What the two rules did.
+        count_limit: Most images in a batch under the second rule, which gives both the same mean batch.
     """
 
     budget: int

@@ -1,6 +1,7 @@
 """The measurement: one stream of images through a real Triton, batched by pixels, then by count."""
 
 import asyncio
+import os
 import random
 import tempfile
 import time
@@ -21,7 +22,7 @@ from triptych.vision.dispatcher import ScheduledEncoder
 from triptych.vision.encoder import Features, TritonEncoder
 from triptych.vision.pool import EncoderPool
 from triptych.vision.preprocess import Pixels
-from triptych.vision.scheduler import Limits
+from triptych.vision.scheduler import Flight, Item, Limits, plan_batch
 
 Size = tuple[int, int]
 
@@ -50,8 +51,8 @@ class Plan:
     """
 
     checkpoint: Path
-    images: int = 300
-    outstanding: int = 48
+    images: int = 200
+    outstanding: int = 32
     seed: int = 0
 
 
@@ -150,8 +151,38 @@ class Bench:
         return Outcome(rule, batches, latencies_s, seconds)
 
 
+def mean_batch(sizes: list[Size], outstanding: int, limits: Limits) -> float:
+    """Returns the mean number of images in a batch when so many images are always waiting or under way.
+
+    That needs no encoder: with one batch at a time, only the plans decide.
+    """
+    items = [Item(number, size, size[0] * size[1], 0.0, 0.0) for number, size in enumerate(sizes)]
+    waiting, coming = items[:outstanding], items[outstanding:]
+    batches = 0
+    while waiting:
+        batch = plan_batch(waiting, Flight(), limits, 0.0, arriving=False).items
+        waiting = [item for item in waiting if item not in batch] + coming[: len(batch)]
+        coming = coming[len(batch) :]
+        batches += 1
+    return len(sizes) / batches
+
+
+def equal_count(sizes: list[Size], outstanding: int, budget: int) -> int:
+    """Returns the bound by count whose mean batch is nearest to that of a pixel budget."""
+    wanted = mean_batch(sizes, outstanding, Limits(budget, 1, 0.0, 0.0))
+    unbounded = 1 << 40
+    return min(
+        range(1, outstanding + 1),
+        key=lambda count: abs(
+            mean_batch(sizes, outstanding, Limits(unbounded, 1, 0.0, 0.0, max_images=count)) - wanted
+        ),
+    )
+
+
 def measure(plan: Plan, status: Callable[[str], None] = lambda text: None) -> Figures:
     """Runs the stream under both rules, each in a fresh Triton; minutes."""
+    # What is freed goes back at once, so that a batch's memory is its own and not what the one before left behind.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
     with tempfile.TemporaryDirectory(prefix="triptych-bench-") as folder:
         status("writing the encoder")
         repository = Path(folder) / "model_repository"
@@ -161,6 +192,6 @@ def measure(plan: Plan, status: Callable[[str], None] = lambda text: None) -> Fi
         sizes = bench.sizes()
         budget = max(height * width for height, width in map(bench.tiled, (size for size, _ in MIX)))
         pixels = bench.run("pixels", sizes, budget, max_images=1 << 20, outstanding=plan.outstanding)
-        limit = max(1, round(pixels.mean_batch))
+        limit = equal_count(sizes, plan.outstanding, budget)
         count = bench.run("count", sizes, 1 << 40, max_images=limit, outstanding=plan.outstanding)
     return Figures(budget, fixed, per_pixel, pixels, count, limit)
