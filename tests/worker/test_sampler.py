@@ -67,6 +67,30 @@ def test_frequencies_approach_the_exact_probabilities(options: SamplingOptions) 
     assert deviation.sum() < 40
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        SamplingOptions(temperature=1.0),
+        SamplingOptions(temperature=0.7, top_k=3),  # As many pieces of the vocabulary have a largest token, or fewer:
+        SamplingOptions(temperature=0.7, top_k=300),
+        SamplingOptions(temperature=1.0, top_p=0.3),
+        SamplingOptions(temperature=1.0, top_p=0.999),
+        SamplingOptions(temperature=1.0, top_k=50, top_p=0.9),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("spread", [0.1, 3.0], ids=["flat", "peaked"])
+def test_even_noise_gives_every_token_of_a_large_vocabulary_its_share(options: SamplingOptions, spread: float) -> None:
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(8)) * spread
+    draws = 4000
+    even = chooser(options)
+    noise = iter([(number + 0.5) / draws for number in range(draws)])
+    even.draw = lambda: next(noise)  # type: ignore[method-assign]
+    tokens = choose_tokens(logits.expand(draws, -1), [even] * draws)
+    counts = torch.bincount(tokens, minlength=1000)
+    assert ((counts - draws * exact(logits, options)).abs() < 1.1).all()
+
+
 def test_greedy_takes_the_most_likely_token_and_temperature_near_zero_is_greedy() -> None:
     logits = logits_of(3, rows=4)
     for temperature in (0.0, 1e-9, 1e-300):
@@ -104,9 +128,10 @@ def test_without_a_seed_two_requests_differ() -> None:
 def test_an_impossible_token_is_never_drawn_even_by_the_largest_noise() -> None:
     logits = torch.full((1, VOCABULARY), -torch.inf)
     logits[0, :3] = torch.tensor([0.3, 0.1, 0.2])
-    extreme = chooser(SamplingOptions(temperature=1.0))
-    extreme.draw = lambda: 1.0 - 2.0**-24  # type: ignore[method-assign]
-    assert choose_tokens(logits, [extreme]).item() == 1
+    for options in ({}, {"top_k": 2}, {"top_p": 0.999999}):
+        extreme = chooser(SamplingOptions(temperature=1.0, **options))
+        extreme.draw = lambda: 1.0 - 2.0**-24  # type: ignore[method-assign]
+        assert choose_tokens(logits, [extreme]).item() in (0, 2) if "top_k" in options else (0, 1, 2)
 
 
 def test_generated_tokens_are_penalized_like_those_of_the_prompt() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from triptych.worker.engine.drawing import draw, draw_filtered
 from triptych.worker.engine.request import SamplingOptions
 
 # Below this temperature, float32 softmax puts everything on the most likely token.
@@ -66,8 +67,10 @@ def choose_tokens(logits: Tensor, choosers: Sequence[TokenChooser]) -> Tensor:
         Token ids, [rows].
     """
     logits = _penalize(logits, choosers)
-    tokens = logits.argmax(dim=-1)
     rows = [row for row, chooser in enumerate(choosers) if not chooser.is_greedy]
+    if len(rows) == len(choosers):
+        return _sample(logits, choosers)
+    tokens = logits.argmax(dim=-1)
     if rows:
         index = torch.tensor(rows, device=logits.device)
         tokens[index] = _sample(logits[index], [choosers[row] for row in rows])
@@ -88,24 +91,25 @@ def _penalize(logits: Tensor, choosers: Sequence[TokenChooser]) -> Tensor:
 
 
 def _sample(logits: Tensor, choosers: Sequence[TokenChooser]) -> Tensor:
-    """Draws from the filtered distribution by inverting its cumulative sum, most likely token first."""
+    """Draws one token per row from its distribution, as temperature, top-k and top-p make it."""
     device = logits.device
 
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+    def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
-    vocabulary = logits.shape[-1]
-    temperature = column([chooser.options.temperature for chooser in choosers])
-    top_k = column([chooser.options.top_k or vocabulary for chooser in choosers])
-    top_p = column([chooser.options.top_p for chooser in choosers])
+    options = [chooser.options for chooser in choosers]
+    probabilities = (logits / column([each.temperature for each in options])).softmax(dim=-1)
     noise = column([chooser.draw() for chooser in choosers])
-    ordered, order = logits.sort(dim=-1, descending=True)
-    place = torch.arange(vocabulary, device=device)
-    probabilities = (ordered / temperature).masked_fill_(place >= top_k, -torch.inf).softmax(dim=-1)
-    cumulative = probabilities.cumsum(dim=-1)
-    # A token is kept while the more likely ones have not reached top_p; the first always is.
-    kept = ((cumulative - probabilities < top_p) & (probabilities > 0)).sum(dim=-1, keepdim=True)
-    last = kept - 1
-    mass = cumulative.gather(-1, last)
-    choice = (cumulative <= noise * mass).sum(dim=-1, keepdim=True).minimum(last)
-    return order.gather(-1, choice).squeeze(-1)
+    tokens = torch.empty((len(choosers), 1), dtype=torch.long, device=device)
+    filters = [each.top_k > 0 or each.top_p < 1 for each in options]
+    for filtered in set(filters):
+        rows = [row for row, does in enumerate(filters) if does is filtered]
+        index = torch.tensor(rows, device=device)
+        some = probabilities if len(rows) == len(choosers) else probabilities[index]
+        if filtered:
+            top_k = column([options[row].top_k for row in rows], torch.long)
+            top_p = column([options[row].top_p for row in rows])
+            tokens[index] = draw_filtered(some, top_k, top_p, noise[index])
+        else:
+            tokens[index] = draw(some, noise[index])
+    return tokens[:, 0]
