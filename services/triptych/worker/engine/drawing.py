@@ -84,4 +84,4 @@ def _sorted_above(probabilities: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]
 def _pieces_of(probabilities: Tensor) -> Tensor:
     """Returns rows cut into pieces, [rows, pieces, _PIECE], zeros behind."""
     missing = -probabilities.shape[-1] % _PIECE
-    return (pad(probabilities, (0, missing)) if missing else probabilities).unflatten(-1, (-1, _PIECE))
+    return (pad(probabilities, (0, missing)) if missing else probabilities).view(len(probabilities), -1, _PIECE)
