@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from triptych import __version__, client
-from triptych.commands import bench, status, trace
+from triptych.commands import bench, cache, status, trace
 from triptych.config import GatewaySettings, RouterSettings, TritonSettings, WorkerSettings
 from triptych.errors import TriptychError
 from triptych.telemetry.logs import setup_logging
@@ -228,6 +228,7 @@ def serve_triton() -> None:
 
 app.add_typer(bench.app, name="bench")
 app.command()(status.status)
+app.command()(cache.cache)
 app.command()(trace.trace)
 
 

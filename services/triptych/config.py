@@ -105,6 +105,39 @@ class WorkerSettings(BaseSettings):
         "router's encode_timeout_s",
     )
     prefix_cache: bool = Field(True, description="keep KV of finished requests for prefix reuse while memory lasts")
+    kv_text_share: float = Field(
+        0.5, ge=0, le=1, description="share of the KV pool in which cached text is safe from visual KV"
+    )
+    kv_visual_share: float = Field(
+        0.3, ge=0, le=1, description="share of the KV pool in which cached visual KV is safe from text"
+    )
+    kv_reserve_share: float = Field(
+        0.1, ge=0, le=0.5, description="share of the KV pool that requests of one kind leave to those of the other"
+    )
+    kv_host_bytes: int = Field(
+        256 << 20, ge=0, description="host memory for KV that leaves the device, in bytes; 0: it is dropped"
+    )
+    kv_disk_dir: Path | None = Field(
+        None, description="folder for KV that outlives host memory and restarts, one per worker; unset: none"
+    )
+    kv_disk_bytes: int = Field(4 << 30, ge=1 << 20, description="most bytes of files in kv_disk_dir")
+    kv_remote_url: SecretStr | None = Field(
+        None, description="redis://[user:password@]host:port of a server for KV that workers share; unset: none"
+    )
+    kv_remote_timeout_s: float = Field(
+        0.2, gt=0, description="longest wait for an answer of that server; later is a miss"
+    )
+    kv_remote_ttl_s: int = Field(
+        86_400, ge=1, description="seconds after which that server forgets KV nobody asked for"
+    )
+    kv_write_policy: Literal["write_through", "write_back"] = Field(
+        "write_through",
+        description="when KV is copied to the next tier: as soon as it is there, or before it is evicted",
+    )
+    kv_prefetch_timeout_s: float = Field(
+        1.0, gt=0, description="longest wait for KV from a tier below; what has not come by then is computed again"
+    )
+    metrics_port: int | None = Field(None, ge=1, le=65535, description="HTTP port for Prometheus; unset: none")
     stall_timeout_s: float = Field(
         30.0, gt=0, description="seconds without engine progress, while there is work, after which readiness is lost"
     )
@@ -151,6 +184,13 @@ class RouterSettings(BaseSettings):
     encoder_cache_bytes: int = Field(
         256 << 20, ge=0, description="budget of the encoder cache, in bytes; 0 turns it off"
     )
+    features_remote_url: SecretStr | None = Field(
+        None, description="redis://[user:password@]host:port of a server for features that routers share; unset: none"
+    )
+    features_remote_timeout_s: float = Field(
+        0.2, gt=0, description="longest wait for an answer of that server; later, the image is encoded"
+    )
+    features_remote_ttl_s: int = Field(86_400, ge=1, description="seconds after which that server forgets features")
     shared_memory: bool = Field(
         False, description="pass features to a worker on the same host through POSIX shared memory instead of inline"
     )

@@ -43,9 +43,10 @@ class StackSettings:
 
     def on_free_ports(self) -> "StackSettings":
         """Returns the same settings on ports that nobody uses now, so that a running stack is not disturbed."""
-        ports = free_ports(7)
+        ports = free_ports(8)
         triton = self.triton.model_copy(update={"grpc_port": ports[0], "http_port": ports[1], "metrics_port": ports[2]})
-        worker = self.worker.model_copy(update={"port": ports[3]})
+        metrics = None if self.worker.metrics_port is None else ports[7]
+        worker = self.worker.model_copy(update={"port": ports[3], "metrics_port": metrics})
         metrics = None if self.router.metrics_port is None else ports[6]
         router = self.router.model_copy(update={"port": ports[4], "metrics_port": metrics})
         gateway = self.gateway and self.gateway.model_copy(update={"port": ports[5]})
@@ -146,9 +147,9 @@ def check_stack_ports(settings: StackSettings) -> None:
     triton, gateway = settings.triton, settings.gateway
     if not takes_no_pictures(settings.worker.model_dir):
         check_ports(triton.host, triton, "grpc_port", "http_port", "metrics_port")
-    check_ports(settings.worker.host, settings.worker, "port")
-    metrics = () if settings.router.metrics_port is None else ("metrics_port",)
-    check_ports(settings.router.host, settings.router, "port", *metrics)
+    for service in (settings.worker, settings.router):
+        metrics = () if service.metrics_port is None else ("metrics_port",)
+        check_ports(service.host, service, "port", *metrics)
     if gateway is not None:
         check_ports(gateway.host, gateway, "port")
 

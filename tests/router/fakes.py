@@ -101,6 +101,21 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.settled: dict[str, asyncio.Event] = {}
         self.before_settled: Callable[[], Any] = lambda: asyncio.sleep(0)
 
+    async def InspectCache(
+        self, request: worker_pb2.InspectCacheRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> worker_pb2.CacheReport:
+        return worker_pb2.CacheReport()
+
+    async def DropCached(
+        self, request: worker_pb2.DropCachedRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> worker_pb2.DropCachedResponse:
+        return worker_pb2.DropCachedResponse()
+
+    async def PinImage(
+        self, request: worker_pb2.PinImageRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> worker_pb2.PinImageResponse:
+        return worker_pb2.PinImageResponse()
+
     async def Generate(
         self, request: worker_pb2.WorkerGenerateRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[worker_pb2.WorkerGenerateResponse]:

@@ -75,10 +75,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.release(table)
 
     @rule()
-    def drop_cached(self) -> None:
-        self.pool.drop_cached()
-        held = {block for table in self.tables for block in table}
-        self.names = {block: name for block, name in self.names.items() if block in held}
+    def drop(self) -> None:
+        self.pool.drop()
+        self.names = {}
 
     @invariant()
     def books_add_up(self) -> None:

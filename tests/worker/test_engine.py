@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.worker.checkpoints import Reference
 from tests.worker.driving import ask, drain, load, run
 from triptych.errors import FeaturesRequired, InvalidRequest, Overloaded
-from triptych.worker.engine.events import Text
+from triptych.worker.engine.events import Failed, Text
 from triptych.worker.engine.request import FinishReason, GenerationRequest, PriorityClass, SamplingOptions
 from triptych.worker.engine.scheduler import StepPlan
 from triptych.worker.engine.sequence import Phase, Sequence
@@ -110,7 +110,7 @@ def test_a_picture_without_features_needs_its_kv(tiny: LoadedModel, tiny_referen
 
 def test_kv_taken_at_submission_survives_eviction_and_preemption(tiny_dir: Path, tiny_reference: Reference) -> None:
     shown = picture(tiny_reference, 1)
-    model = load(tiny_dir, kv_blocks=24)
+    model = load(tiny_dir, kv_blocks=24, kv_reserve_share=0.0)
     expected = run(model.engine, [ask(model, shown, LONG, max_tokens=60, ignore_eos=True)])[0].tokens
     preempted: list[Sequence] = []
     watch(model, lambda plan: preempted.extend(plan.preempted))
@@ -183,7 +183,11 @@ def test_any_mix_of_arrivals_hits_preemptions_and_cancellations_gives_the_answer
             gone = dice.choice(list(live))
             busy.engine.cancel(gone)
             del live[gone]
-        busy.engine.step()
+        for sequence, event in busy.engine.step():
+            if isinstance(event, Failed):  # KV was evicted from the device while the rest of it came up.
+                assert isinstance(event.error, FeaturesRequired)
+                assert None in sequence.request.features
+                del live[sequence]
         busy.engine.check_integrity()
         for sequence in [one for one in live if one.phase is Phase.ENDED]:
             number = live.pop(sequence)

@@ -161,14 +161,14 @@ def test_an_admission_does_not_evict_what_another_admission_of_the_same_step_reu
     for first_token in (100, 300):
         earlier = bench.add(2 * BLOCK_TOKENS, 1, first_token=first_token)
         commit(bench.plan(), bench.waiting, bench.running, bench.pool)
-        for block, identity in zip(earlier.blocks, earlier.chain(2), strict=True):
+        for block, identity in zip(earlier.blocks, earlier.chain.blocks(2), strict=True):
             bench.pool.identify(block, identity)
         bench.running.remove(earlier)
         release_blocks(earlier, bench.pool)
     # Five new blocks are needed and three are free: two cached ones go, and the oldest are those to be reused.
     bench.add(4 * BLOCK_TOKENS, 1, first_token=900)
     again = bench.add(2 * BLOCK_TOKENS + 4, 1, first_token=100)
-    chain = again.reusable_chain()
+    chain = again.chain.reusable()
     plan = bench.plan()
     assert {admission.sequence: len(admission.reused) for admission in plan.admitted}[again] == 2
     commit(plan, bench.waiting, bench.running, bench.pool)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from triptych.commands import bench_encoder, bench_engine, bench_peers, bench_vision
+from triptych.commands import bench_cache, bench_encoder, bench_engine, bench_peers, bench_vision
 
 if TYPE_CHECKING:  # The command line starts quickly: what measures is imported when something is measured.
     from triptych.bench.benchmark import GoodputPlan, Plan
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # The command line starts quickly: what measures is imported 
     from triptych.bench.targets.target import Target
 
 app = typer.Typer(help="Measures servers and the engine.", no_args_is_help=True)
+app.command()(bench_cache.cache)
 app.command()(bench_engine.engine)
 app.command()(bench_encoder.encoder)
 app.command()(bench_engine.speculation)

@@ -28,6 +28,7 @@ from triptych.v1 import generation_pb2, inference_pb2, worker_pb2
 from triptych.vision.cache import EncoderCache
 from triptych.vision.encoder import Encoder
 from triptych.vision.resolution import Load
+from triptych.vision.shared_features import open_shared_features
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Pipeline:
         self._worker = worker
         self._threads = ThreadPoolExecutor(settings.preprocess_threads, thread_name_prefix="preprocess")
         self.admission = Admission(settings)
-        self.cache = EncoderCache(settings.encoder_cache_bytes)
+        self.cache = EncoderCache(settings.encoder_cache_bytes, open_shared_features(settings))
         self.holding = Holding(settings.max_held_bytes)
         self._resolution = ResolutionManager(
             settings, lambda: Load(worker.headroom, self.admission.pending), self._metrics.resolutions
@@ -113,6 +114,7 @@ class Pipeline:
         """Stops the threads; work that has not begun is dropped."""
         self._drafting.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.cache.close()
 
     async def _answer(self, state: RequestState, span: Span) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         await self._prepare(state)

@@ -419,7 +419,7 @@ class ProbeCacheResponse(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     IMAGES_COVERED_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
-    """Leading prompt tokens whose KV is cached. A multiple of the block size, and less than the prompt."""
+    """Leading prompt tokens whose KV is cached on the device or in a tier below. Less than the prompt."""
     prompt_tokens: _builtins.int
     """Prompt length, in tokens."""
     @_builtins.property
@@ -539,3 +539,398 @@ class WorkerModel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerModel: _TypeAlias = WorkerModel  # noqa: Y015
+
+@_typing.final
+class InspectCacheRequest(_message.Message):
+    """Request of WorkerService.InspectCache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_IMAGES_FIELD_NUMBER: _builtins.int
+    max_images: _builtins.int
+    """Most images to report. Default 10, at most 1000."""
+    def __init__(
+        self,
+        *,
+        max_images: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_images", b"max_images"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectCacheRequest: _TypeAlias = InspectCacheRequest  # noqa: Y015
+
+@_typing.final
+class CacheReport(_message.Message):
+    """The KV cache as it is now. Counts are since the worker's start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class BlockSecondsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TIERS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    VISUAL_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierReport]:
+        """The tiers, nearest first."""
+
+    @_builtins.property
+    def text(self) -> Global___CacheUse:
+        """How well prompts' text is served."""
+
+    @_builtins.property
+    def visual(self) -> Global___CacheUse:
+        """How well prompts' images are served."""
+
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedImage]:
+        """Images asked for most, most first."""
+
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheMoves]:
+        """Blocks that moved between tiers, by way and modality."""
+
+    @_builtins.property
+    def block_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Measured seconds for a block: to load it from the tier of this name, or `prefill`: to compute it."""
+
+    def __init__(
+        self,
+        *,
+        tiers: _abc.Iterable[Global___TierReport] | None = ...,
+        text: Global___CacheUse | None = ...,
+        visual: Global___CacheUse | None = ...,
+        images: _abc.Iterable[Global___CachedImage] | None = ...,
+        moves: _abc.Iterable[Global___CacheMoves] | None = ...,
+        block_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "visual", b"visual"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_seconds", b"block_seconds", "images", b"images", "moves", b"moves", "text", b"text", "tiers", b"tiers", "visual", b"visual"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheReport: _TypeAlias = CacheReport  # noqa: Y015
+
+@_typing.final
+class TierReport(_message.Message):
+    """One tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    VISUAL_FIELD_NUMBER: _builtins.int
+    OTHER_FAILURES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """`device`, `host`, `disk` or `remote`."""
+    budget_bytes: _builtins.int
+    """Most bytes it holds; 0 where that is not this worker's business."""
+    blocks: _builtins.int
+    """Blocks it holds; 0 where that is not known."""
+    other_failures: _builtins.int
+    """Failures that concern no block, such as a file that was dropped at the start."""
+    @_builtins.property
+    def text(self) -> Global___TierContent:
+        """Its mostly textual blocks."""
+
+    @_builtins.property
+    def visual(self) -> Global___TierContent:
+        """Its mostly visual blocks."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        budget_bytes: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        text: Global___TierContent | None = ...,
+        visual: Global___TierContent | None = ...,
+        other_failures: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "visual", b"visual"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "budget_bytes", b"budget_bytes", "name", b"name", "other_failures", b"other_failures", "text", b"text", "visual", b"visual"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierReport: _TypeAlias = TierReport  # noqa: Y015
+
+@_typing.final
+class TierContent(_message.Message):
+    """What a tier holds and did with blocks of one modality."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    STORES_FIELD_NUMBER: _builtins.int
+    EVICTIONS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    size_bytes: _builtins.int
+    """Bytes held. For the remote tier: bytes this worker sent."""
+    hits: _builtins.int
+    """Blocks found here."""
+    misses: _builtins.int
+    """Blocks looked for here in vain."""
+    stores: _builtins.int
+    """Blocks stored."""
+    evictions: _builtins.int
+    """Blocks evicted for lack of room."""
+    failures: _builtins.int
+    """Blocks that should have been there, or could not be stored: damaged files, full disks, silent servers."""
+    def __init__(
+        self,
+        *,
+        size_bytes: _builtins.int = ...,
+        hits: _builtins.int = ...,
+        misses: _builtins.int = ...,
+        stores: _builtins.int = ...,
+        evictions: _builtins.int = ...,
+        failures: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evictions", b"evictions", "failures", b"failures", "hits", b"hits", "misses", b"misses", "size_bytes", b"size_bytes", "stores", b"stores"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierContent: _TypeAlias = TierContent  # noqa: Y015
+
+@_typing.final
+class CacheUse(_message.Message):
+    """Prompt tokens of one modality."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ASKED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    asked_tokens: _builtins.int
+    """Tokens of admitted prompts."""
+    cached_tokens: _builtins.int
+    """Those among them whose KV was cached."""
+    def __init__(
+        self,
+        *,
+        asked_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_tokens", b"asked_tokens", "cached_tokens", b"cached_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheUse: _TypeAlias = CacheUse  # noqa: Y015
+
+@_typing.final
+class CachedImage(_message.Message):
+    """One image."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TierBytesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    COVERED_FIELD_NUMBER: _builtins.int
+    TIER_BYTES_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    identity: _builtins.bytes
+    """Its 256-bit identity. 32 bytes."""
+    asked: _builtins.int
+    """Admitted prompts it was part of."""
+    covered: _builtins.int
+    """How often all its tokens were cached then."""
+    pinned: _builtins.bool
+    """Whether it is pinned."""
+    @_builtins.property
+    def tier_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Bytes of blocks that hold tokens of it, by tier; tiers that do not know are left out."""
+
+    def __init__(
+        self,
+        *,
+        identity: _builtins.bytes = ...,
+        asked: _builtins.int = ...,
+        covered: _builtins.int = ...,
+        tier_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked", b"asked", "covered", b"covered", "identity", b"identity", "pinned", b"pinned", "tier_bytes", b"tier_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachedImage: _TypeAlias = CachedImage  # noqa: Y015
+
+@_typing.final
+class CacheMoves(_message.Message):
+    """Blocks that took one way."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAY_FIELD_NUMBER: _builtins.int
+    MODALITY_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    way: _builtins.str
+    """`device_to_host`, `host_to_device`, `host_to_disk`, `disk_to_host`, `host_to_remote`, `remote_to_host`; `urgent`:
+    copied to the host tier on the spot, because the device needed the block; `lost`: there was no room for that.
+    """
+    modality: _builtins.str
+    """`text` or `visual`."""
+    blocks: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        way: _builtins.str = ...,
+        modality: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "modality", b"modality", "way", b"way"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheMoves: _TypeAlias = CacheMoves  # noqa: Y015
+
+@_typing.final
+class DropCachedRequest(_message.Message):
+    """Request of WorkerService.DropCached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    EVERYTHING_FIELD_NUMBER: _builtins.int
+    identity: _builtins.bytes
+    """One image, 32 bytes, and all that was computed behind it."""
+    everything: _builtins.bool
+    """Everything. Must be true."""
+    def __init__(
+        self,
+        *,
+        identity: _builtins.bytes = ...,
+        everything: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["everything", b"everything", "identity", b"identity", "what", b"what"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["everything", b"everything", "identity", b"identity", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["identity", "everything"]  # noqa: Y015
+    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
+
+Global___DropCachedRequest: _TypeAlias = DropCachedRequest  # noqa: Y015
+
+@_typing.final
+class DropCachedResponse(_message.Message):
+    """Response of WorkerService.DropCached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """Blocks forgotten; one that was in several tiers counts in each."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropCachedResponse: _TypeAlias = DropCachedResponse  # noqa: Y015
+
+@_typing.final
+class PinImageRequest(_message.Message):
+    """Request of WorkerService.PinImage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    identity: _builtins.bytes
+    """The image. 32 bytes."""
+    pinned: _builtins.bool
+    """Whether it is to be pinned. Default false: it is not, any longer."""
+    def __init__(
+        self,
+        *,
+        identity: _builtins.bytes = ...,
+        pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "pinned", b"pinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinImageRequest: _TypeAlias = PinImageRequest  # noqa: Y015
+
+@_typing.final
+class PinImageResponse(_message.Message):
+    """Response of WorkerService.PinImage."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinImageResponse: _TypeAlias = PinImageResponse  # noqa: Y015

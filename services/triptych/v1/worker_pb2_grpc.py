@@ -55,6 +55,21 @@ class WorkerServiceStub:
                 request_serializer=triptych_dot_v1_dot_worker__pb2.WatchLoadRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_worker__pb2.WorkerLoad.FromString,
                 _registered_method=True)
+        self.InspectCache = channel.unary_unary(
+                '/triptych.v1.WorkerService/InspectCache',
+                request_serializer=triptych_dot_v1_dot_worker__pb2.InspectCacheRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_worker__pb2.CacheReport.FromString,
+                _registered_method=True)
+        self.DropCached = channel.unary_unary(
+                '/triptych.v1.WorkerService/DropCached',
+                request_serializer=triptych_dot_v1_dot_worker__pb2.DropCachedRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_worker__pb2.DropCachedResponse.FromString,
+                _registered_method=True)
+        self.PinImage = channel.unary_unary(
+                '/triptych.v1.WorkerService/PinImage',
+                request_serializer=triptych_dot_v1_dot_worker__pb2.PinImageRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_worker__pb2.PinImageResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -93,6 +108,28 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InspectCache(self, request, context):
+        """Tells what the KV cache holds, how well it serves, and which images are asked for most.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropCached(self, request, context):
+        """Forgets KV in all tiers, a server shared with other workers included. Requests that run keep theirs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinImage(self, request, context):
+        """Keeps an image's KV from eviction below the device, or no longer. INVALID_ARGUMENT: half of the host tier is pinned
+        already, or there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -115,6 +152,21 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.WatchLoad,
                     request_deserializer=triptych_dot_v1_dot_worker__pb2.WatchLoadRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_worker__pb2.WorkerLoad.SerializeToString,
+            ),
+            'InspectCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.InspectCache,
+                    request_deserializer=triptych_dot_v1_dot_worker__pb2.InspectCacheRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_worker__pb2.CacheReport.SerializeToString,
+            ),
+            'DropCached': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropCached,
+                    request_deserializer=triptych_dot_v1_dot_worker__pb2.DropCachedRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_worker__pb2.DropCachedResponse.SerializeToString,
+            ),
+            'PinImage': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinImage,
+                    request_deserializer=triptych_dot_v1_dot_worker__pb2.PinImageRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_worker__pb2.PinImageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -226,6 +278,87 @@ class WorkerService:
             '/triptych.v1.WorkerService/WatchLoad',
             triptych_dot_v1_dot_worker__pb2.WatchLoadRequest.SerializeToString,
             triptych_dot_v1_dot_worker__pb2.WorkerLoad.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InspectCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.WorkerService/InspectCache',
+            triptych_dot_v1_dot_worker__pb2.InspectCacheRequest.SerializeToString,
+            triptych_dot_v1_dot_worker__pb2.CacheReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropCached(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.WorkerService/DropCached',
+            triptych_dot_v1_dot_worker__pb2.DropCachedRequest.SerializeToString,
+            triptych_dot_v1_dot_worker__pb2.DropCachedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinImage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.WorkerService/PinImage',
+            triptych_dot_v1_dot_worker__pb2.PinImageRequest.SerializeToString,
+            triptych_dot_v1_dot_worker__pb2.PinImageResponse.FromString,
             options,
             channel_credentials,
             insecure,

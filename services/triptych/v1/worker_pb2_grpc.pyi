@@ -48,6 +48,14 @@ class WorkerServiceStub:
     """Streams the worker's load: at once, then after changes, at most ten times a second, and at least every
     second as a sign of life; the stream falls silent when the engine makes no progress.
     """
+    InspectCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.InspectCacheRequest, _worker_pb2.CacheReport]
+    """Tells what the KV cache holds, how well it serves, and which images are asked for most."""
+    DropCached: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DropCachedRequest, _worker_pb2.DropCachedResponse]
+    """Forgets KV in all tiers, a server shared with other workers included. Requests that run keep theirs."""
+    PinImage: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PinImageRequest, _worker_pb2.PinImageResponse]
+    """Keeps an image's KV from eviction below the device, or no longer. INVALID_ARGUMENT: half of the host tier is pinned
+    already, or there is none.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -68,6 +76,14 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     WatchLoad: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WorkerLoad]  # type: ignore[assignment]
     """Streams the worker's load: at once, then after changes, at most ten times a second, and at least every
     second as a sign of life; the stream falls silent when the engine makes no progress.
+    """
+    InspectCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.InspectCacheRequest, _worker_pb2.CacheReport]  # type: ignore[assignment]
+    """Tells what the KV cache holds, how well it serves, and which images are asked for most."""
+    DropCached: _aio.UnaryUnaryMultiCallable[_worker_pb2.DropCachedRequest, _worker_pb2.DropCachedResponse]  # type: ignore[assignment]
+    """Forgets KV in all tiers, a server shared with other workers included. Requests that run keep theirs."""
+    PinImage: _aio.UnaryUnaryMultiCallable[_worker_pb2.PinImageRequest, _worker_pb2.PinImageResponse]  # type: ignore[assignment]
+    """Keeps an image's KV from eviction below the device, or no longer. INVALID_ARGUMENT: half of the host tier is pinned
+    already, or there is none.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -110,6 +126,32 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WorkerLoad], _abc.AsyncIterator[_worker_pb2.WorkerLoad]]:
         """Streams the worker's load: at once, then after changes, at most ten times a second, and at least every
         second as a sign of life; the stream falls silent when the engine makes no progress.
+        """
+
+    @_abc_1.abstractmethod
+    def InspectCache(
+        self,
+        request: _worker_pb2.InspectCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.CacheReport, _abc.Awaitable[_worker_pb2.CacheReport]]:
+        """Tells what the KV cache holds, how well it serves, and which images are asked for most."""
+
+    @_abc_1.abstractmethod
+    def DropCached(
+        self,
+        request: _worker_pb2.DropCachedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DropCachedResponse, _abc.Awaitable[_worker_pb2.DropCachedResponse]]:
+        """Forgets KV in all tiers, a server shared with other workers included. Requests that run keep theirs."""
+
+    @_abc_1.abstractmethod
+    def PinImage(
+        self,
+        request: _worker_pb2.PinImageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PinImageResponse, _abc.Awaitable[_worker_pb2.PinImageResponse]]:
+        """Keeps an image's KV from eviction below the device, or no longer. INVALID_ARGUMENT: half of the host tier is pinned
+        already, or there is none.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -9,6 +9,7 @@ from typing import Any
 import numpy.typing as npt
 
 from triptych.errors import IntegrityError, StageTimeout
+from triptych.vision.shared_features import SharedFeatures
 
 Features = npt.NDArray[Any]
 Encode = Callable[[], Awaitable[Features]]
@@ -26,6 +27,7 @@ class _Flight:
 
     task: "asyncio.Task[Features]"
     waiters: int = 0
+    encodes: bool = True  # Not when another router had the features.
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +60,10 @@ class EncoderCache:
     Used from one event loop only; there is no lock because no method awaits while the books are in between.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, shared: SharedFeatures | None = None) -> None:
+        """`shared` is asked for what is not here before anything is encoded, and told of what was."""
         self._budget_bytes = budget_bytes
+        self._shared = shared
         self._used_bytes = 0
         self._entries: dict[bytes, _Entry] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
@@ -102,8 +106,13 @@ class EncoderCache:
                     self._land(identity, flight)
             entry = self._entries.get(identity)
             if entry is not None and entry.features is features:
-                return self._lease(identity, encoded=leads)
-            return Lease(features, leads)
+                return self._lease(identity, encoded=leads and flight.encodes)
+            return Lease(features, leads and flight.encodes)
+
+    def close(self) -> None:
+        """Ends what it has to do with other routers."""
+        if self._shared is not None:
+            self._shared.close()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless bytes, references and the idle order agree and every flight has a waiter."""
@@ -127,9 +136,14 @@ class EncoderCache:
     def _start(self, identity: bytes, encode: Encode) -> _Flight:
         async def fly() -> Features:
             try:
-                features = await encode()
+                features = None if self._shared is None else await self._shared.get(identity)
+                flight.encodes = features is None
+                if features is None:
+                    features = await encode()
             finally:
                 self._land(identity, flight)
+            if self._shared is not None and flight.encodes:
+                self._shared.put_soon(identity, features)
             features.flags.writeable = False
             self._keep(identity, features)
             return features

@@ -13,6 +13,7 @@ from triptych.worker.draft_loading import load_draft_model, read_draft_config
 from triptych.worker.engine.engine import Engine
 from triptych.worker.engine.runner import Runner
 from triptych.worker.kv.blocks import BlockPool
+from triptych.worker.kv.building import build_hierarchy, pool_shares
 from triptych.worker.kv.cache import KVCache, block_bytes
 from triptych.worker.model.config import DecoderConfig, ModelConfig, load_model_config
 from triptych.worker.model.weights import fingerprint, load_decoder_weights
@@ -69,8 +70,10 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
     backend, kind = choose_backend(settings, config.decoder, weights, cache)
     runner = Runner(config.decoder, weights.embedding, cache, backend)
     draft_model = load_draft_model(settings, draft, config, blocks, device, dtype) if draft else None
-    pool, tokens = BlockPool(blocks), prompts.text_decoder
-    engine = Engine(runner, pool, tokens, config.end_token_ids, settings, config.image_token_id, draft_model)
+    checkpoint = fingerprint(model_dir)
+    hierarchy = build_hierarchy(settings, config.decoder, cache, checkpoint, kind)
+    pool, tokens = BlockPool(blocks, pool_shares(settings), hierarchy), prompts.text_decoder
+    engine = Engine(runner, pool, tokens, config.end_token_ids, settings, config.image_token_id, draft_model, hierarchy)
     name = settings.model_name or model_dir.resolve().name
     log.info(
         "loaded %s in %.1f s: %s on %s (%s), %d KV blocks, context of %d tokens",
@@ -82,7 +85,7 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
         blocks,
         engine.context_tokens,
     )
-    return LoadedModel(name, fingerprint(model_dir), config, prompts, engine, device, dtype)
+    return LoadedModel(name, checkpoint, config, prompts, engine, device, dtype)
 
 
 def choose_device(name: str) -> torch.device:

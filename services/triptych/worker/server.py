@@ -11,10 +11,12 @@ from grpc_health.v1 import health
 from triptych.config import WorkerSettings
 from triptych.rpc.channel import bind, create_server, set_serving
 from triptych.serving import serve_until_stopped
+from triptych.telemetry.metrics import served_metrics
 from triptych.v1 import worker_pb2_grpc
 from triptych.worker.drafts import Drafts
 from triptych.worker.engine.thread import EngineThread
 from triptych.worker.loading import LoadedModel, load_model
+from triptych.worker.metrics import cache_registry
 from triptych.worker.service import WorkerService
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,8 @@ async def run_worker(settings: WorkerSettings) -> AsyncIterator[Worker]:
     await server.start()
     monitor = asyncio.create_task(_follow_health(service, servicer))
     try:
-        yield Worker(port, model, engine, service.drafts)
+        with served_metrics(cache_registry(model.engine), settings.host, settings.metrics_port):
+            yield Worker(port, model, engine, service.drafts)
     finally:
         monitor.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -69,6 +72,7 @@ async def run_worker(settings: WorkerSettings) -> AsyncIterator[Worker]:
         service.stop()
         await server.stop(_STOP_GRACE_S)
         await engine.stop()
+        await asyncio.to_thread(model.engine.close)
 
 
 async def serve(settings: WorkerSettings) -> None:

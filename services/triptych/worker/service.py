@@ -13,6 +13,7 @@ from triptych.config import WorkerSettings
 from triptych.errors import TriptychError
 from triptych.telemetry.tracing import extract, tracer
 from triptych.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
+from triptych.worker import inspection
 from triptych.worker.drafts import DraftedGeneration, Drafts
 from triptych.worker.engine.events import Completed, Event, Load, Queued, Retracted, Text
 from triptych.worker.engine.logprobs import TokenChoice
@@ -46,6 +47,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._settings = settings
         self._stopping = False
         self.drafts = Drafts(engine, settings.draft_timeout_s)
+        hierarchy = model.engine.reuse.hierarchy
+        self._shared = None if hierarchy is None else hierarchy.shared
         self._tokenizing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._description = worker_pb2.WorkerModel(
             name=model.name,
@@ -107,12 +110,31 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         prompt = await asyncio.get_running_loop().run_in_executor(
             self._tokenizing, read_prompt, request.prompt, self._model
         )
-        coverage = await self._engine.call(lambda engine: engine.coverage(prompt, request.prompt.cache_salt))
+        look = await self._engine.call(lambda engine: engine.reuse.look(prompt, request.prompt.cache_salt))
+        if self._shared is not None and not all(look.coverage.images):
+            look = await asyncio.to_thread(look.further, self._shared.covers)
+        coverage = look.coverage
         return worker_pb2.ProbeCacheResponse(
             cached_tokens=coverage.cached_tokens,
             prompt_tokens=len(prompt.token_ids),
             images_covered=coverage.images,
         )
+
+    async def InspectCache(self, request: worker_pb2.InspectCacheRequest, context: Context) -> worker_pb2.CacheReport:
+        """Tells what the KV cache holds; see worker.proto."""
+        return await self._engine.call(lambda engine: inspection.report(engine, request.max_images))
+
+    async def DropCached(
+        self, request: worker_pb2.DropCachedRequest, context: Context
+    ) -> worker_pb2.DropCachedResponse:
+        """Forgets KV; see worker.proto."""
+        blocks = await inspection.drop(self._engine, self._model.engine.reuse.hierarchy, request)
+        return worker_pb2.DropCachedResponse(blocks=blocks)
+
+    async def PinImage(self, request: worker_pb2.PinImageRequest, context: Context) -> worker_pb2.PinImageResponse:
+        """Keeps an image's KV; see worker.proto."""
+        await self._engine.call(lambda engine: inspection.pin(engine, request))
+        return worker_pb2.PinImageResponse()
 
     async def WatchLoad(
         self, request: worker_pb2.WatchLoadRequest, context: Context

@@ -11,14 +11,14 @@ from triptych.errors import InvalidRequest, Overloaded, TriptychError
 from triptych.worker.detokenizer import TextStream, TokenDecoder
 from triptych.worker.engine.budget import TokenBudget
 from triptych.worker.engine.computing import Computing
-from triptych.worker.engine.coverage import Coverage, coverage_of
+from triptych.worker.engine.coverage import Coverage
 from triptych.worker.engine.draft_model import DraftModel
 from triptych.worker.engine.events import Completed, Event, Failed, Load, Queued
 from triptych.worker.engine.integrity import check_books
 from triptych.worker.engine.logprobs import TokenLogprobs
-from triptych.worker.engine.pins import Pins
 from triptych.worker.engine.queue import AgingQueue
 from triptych.worker.engine.request import FinishReason, GenerationRequest, TokenizedPrompt
+from triptych.worker.engine.reuse import Reuse
 from triptych.worker.engine.runner import Outcome, Runner
 from triptych.worker.engine.sampler import TokenChooser
 from triptych.worker.engine.scheduler import Chunk, StepPlan, commit, plan_step, release_blocks
@@ -26,6 +26,7 @@ from triptych.worker.engine.sequence import Phase, Rank, Sequence
 from triptych.worker.engine.telling import Taken, tell
 from triptych.worker.engine.timeline import ChunkRecord
 from triptych.worker.kv.blocks import BlockPool
+from triptych.worker.kv.hierarchy import Hierarchy
 from triptych.worker.kv.identity import BLOCK_TOKENS
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Engine:
     Attributes:
         runner: What computes its plans.
         context_tokens: Most prompt and output tokens together: the model's context or the pool, whichever is smaller.
+        reuse: What it does with cached KV.
         computed_tokens: Tokens computed since the start; it grows as long as there is work and all is well.
         guessed_tokens: How many of them were guesses.
         confirmed_tokens: How many of these were right and used.
@@ -56,8 +58,13 @@ class Engine:
         settings: WorkerSettings,
         image_token_id: int | None = None,
         draft_model: DraftModel | None = None,
+        hierarchy: Hierarchy | None = None,
     ) -> None:
-        """`draft_model` guesses tokens; None: they are guessed from earlier text, if at all."""
+        """Makes an idle engine.
+
+        `draft_model` guesses tokens; None: they are guessed from earlier text, if at all. `hierarchy` is what `pool`
+        tells of its blocks; None: no KV outlives the device's memory.
+        """
         self._image_token_id = image_token_id
         self.runner = runner
         self._pool = pool
@@ -68,7 +75,7 @@ class Engine:
         self._budget = TokenBudget.of(settings.step_token_budget, settings.max_running, settings.speculative_tokens)
         self._waiting = AgingQueue()
         self._running = AgingQueue()
-        self._pins = Pins(pool.size)
+        self.reuse = Reuse(runner.cache, pool, hierarchy, settings)
         self._serials = itertools.count()
         self._computing: Computing | None = None
         self._news: deque[tuple[Sequence, Taken | Event]] = deque()  # What happened and is not told.
@@ -87,7 +94,8 @@ class Engine:
 
         Raises InvalidRequest (PROMPT_TOO_LONG) when it could never run, Overloaded when the queue is full and
         FeaturesRequired when an image came without features and its KV is not cached. References to KV that cannot be
-        computed again are taken here, so that it cannot be lost afterwards.
+        computed again are taken here, so that it cannot be lost afterwards; where it has to come up from a tier first,
+        the request may still fail with FeaturesRequired before its first token.
         """
         prompt = request.prompt
         needed = len(prompt.token_ids) + request.stopping.max_tokens
@@ -104,8 +112,8 @@ class Engine:
         text = TextStream(self._text_decoder, request.stopping.stop)
         due_s = time.monotonic() + request.priority * self._settings.max_wait_s
         sequence = Sequence(request, Rank(due_s, next(self._serials)), chooser, text, self._image_token_id)
-        sequence.reusable_chain()  # Hashed here and kept: a step may be computing, and planning the next one is not.
-        self._pins.pin(sequence, self._pool, (*self._waiting, *self._running))
+        sequence.chain.reusable()  # Hashed here and kept: a step may be computing, and planning the next one is not.
+        self.reuse.claim(sequence, (*self._waiting, *self._running))
         self._waiting.add(sequence)
         return sequence, Queued(len(prompt.token_ids))
 
@@ -136,12 +144,13 @@ class Engine:
         """
         if self._draft_model is not None:
             self._draft_model.propose(self._running, self._budget)
-        plan = plan_step(self._waiting, self._running, self._budget, self._pool)
-        commit(plan, self._waiting, self._running, self._pool)
-        for admission in plan.admitted:
-            if not admission.sequence.timeline.chunks:
-                admission.sequence.cached_tokens = admission.sequence.computed
+        for sequence, lost in self.reuse.prepare(self._waiting, self._running):
+            self._news.append(self._fail(sequence, lost))
+        plan = plan_step(self._waiting, self._running, self._budget, self._pool, self.reuse.is_loading)
+        self.reuse.preempt(plan)
+        self.reuse.admit(plan, commit(plan, self._waiting, self._running, self._pool))
         if not plan.tokens:
+            self.reuse.wait()
             return
         start_ns = time.time_ns()
         try:
@@ -162,6 +171,7 @@ class Engine:
         self.computed_tokens += step.plan.tokens
         self.guessed_tokens += sum(map(len, step.plan.guesses))
         now_ns = time.time_ns()
+        self.reuse.note_cost(step.plan, (now_ns - step.start_ns) / 1e9)
         chunks = {chunk.sequence: chunk for chunk in step.plan.chunks}
         for sequence, outcome in zip(step.plan.sequences(), outcomes, strict=True):
             try:
@@ -191,8 +201,8 @@ class Engine:
         return told
 
     def coverage(self, prompt: TokenizedPrompt, cache_salt: str) -> Coverage:
-        """Tells what the prefix cache holds of a prompt now. Takes no reference."""
-        return coverage_of(self._pool, prompt, cache_salt)
+        """Tells what the worker's KV cache holds of a prompt now. Takes no reference."""
+        return self.reuse.look(prompt, cache_salt).coverage
 
     def load(self) -> Load:
         """Returns the engine's state as counts."""
@@ -201,9 +211,14 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless pool, queues and sequences agree, and nothing is held when there is no work."""
-        check_books(self._pool, self._waiting, self._running, self._pins)
+        check_books(self._pool, self._waiting, self._running, self.reuse.pins)
+        self.reuse.check_integrity()
         if self._draft_model is not None:
             self._draft_model.check_integrity((*self._waiting, *self._running))
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Saves the KV that should outlive the engine, as far as the time allows. Nothing may be called afterwards."""
+        self.reuse.close(timeout_s)
 
     def _take_all(self, sequence: Sequence, chunk: Chunk | None, outcome: Outcome, start_ns: int, now_ns: int) -> None:
         """Notes what a step computed for a sequence, and takes its tokens."""
@@ -228,11 +243,7 @@ class Engine:
             sequence.computed = chunk.end
             if chunk.completes:
                 sequence.phase = Phase.DECODE
-        full = sequence.computed // BLOCK_TOKENS
-        if self._settings.prefix_cache and full > sequence.identified:
-            for index, identity in enumerate(sequence.chain(full)[sequence.identified :], sequence.identified):
-                self._pool.identify(sequence.blocks[index], identity)
-            sequence.identified = full
+        self.reuse.offer(sequence, chunk)
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_ns: int) -> None:
         """Appends a token, and ends the sequence where it must."""
@@ -259,7 +270,7 @@ class Engine:
 
     def _discard(self, sequence: Sequence) -> None:
         """Fails a sequence whose numbers are not finite, and lets none of them outlive it."""
-        self.runner.cache.wipe(sequence.blocks[sequence.identified :])
+        self.reuse.discard(sequence)
         log.error("numbers are not finite; the request failed")
         error = TriptychError("the model's numbers are not finite for this request", reason="NOT_FINITE")
         self._news.append(self._fail(sequence, error))
@@ -282,7 +293,8 @@ class Engine:
         sequence.phase = Phase.ENDED
         if self._draft_model is not None:
             self._draft_model.forget(sequence)
-        self._pins.remove(sequence.blocks[: sequence.pinned])
+        self.reuse.pins.remove(sequence.blocks[: sequence.pinned])
+        self.reuse.forget(sequence)
         sequence.pinned = 0
         release_blocks(sequence, self._pool)
 

@@ -1,12 +1,20 @@
 """Blocks that may not be given back, because their images came without features and cannot be computed again."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from triptych.errors import FeaturesRequired, IntegrityError
+from triptych.worker.engine.scheduler import BlockCopy
 from triptych.worker.engine.sequence import Sequence
 from triptych.worker.kv.blocks import BlockPool, blocks_for
 from triptych.worker.kv.identity import BLOCK_TOKENS
+
+
+def needed_positions(sequence: Sequence) -> int:
+    """Returns how many leading positions of a sequence hold images that came without features."""
+    request = sequence.request
+    spans = zip(request.prompt.spans, request.features, strict=True)
+    return max((span.end for span, features in spans if features is None), default=0)
 
 
 class Pins:
@@ -20,28 +28,53 @@ class Pins:
         self._pool_size = pool_size
         self._holders: Counter[int] = Counter()
 
-    def pin(self, sequence: Sequence, pool: BlockPool, others: Iterable[Sequence]) -> None:
-        """Takes the blocks of a new sequence's images that came without features. Raises FeaturesRequired."""
-        request = sequence.request
-        spans = zip(request.prompt.spans, request.features, strict=True)
-        needed = max((span.end for span, features in spans if features is None), default=0)
-        if not needed:
-            return
-        blocks = pool.match(sequence.reusable_chain())[: blocks_for(needed)]
-        if len(blocks) * BLOCK_TOKENS < needed:
-            raise FeaturesRequired("the KV of an image without features is not cached; send the request with features")
-        if not self.can_add(blocks, (*others, sequence)):
-            raise FeaturesRequired("too little KV memory to hold an image without features; send it with features")
-        for block in blocks:
-            pool.acquire(block)
-        self.add(blocks)
-        sequence.blocks = list(blocks)
-        sequence.pinned = sequence.identified = len(blocks)
-        sequence.computed = len(blocks) * BLOCK_TOKENS
+    def pin(self, sequence: Sequence, pool: BlockPool, others: Iterable[Sequence]) -> BlockCopy | None:
+        """Takes the blocks of a waiting sequence's images that came without features.
 
-    def can_add(self, blocks: Iterable[int], sequences: Iterable[Sequence]) -> bool:
-        """Tells whether `blocks` may be pinned while `sequences`, the new one included, have to finish."""
-        pinned = len(self._holders.keys() | set(blocks))
+        Returns what is to be copied at once, where the last of these images ends within a block. Raises
+        FeaturesRequired.
+        """
+        needed = needed_positions(sequence)
+        if not needed:
+            return None
+        blocks = list(pool.match(sequence.chain.reusable())[: blocks_for(needed)])
+        computed = len(blocks) * BLOCK_TOKENS
+        part = None
+        if computed < needed:
+            parts = sequence.chain.parts(len(blocks)) if len(blocks) == needed // BLOCK_TOKENS else []
+            found = pool.match(one for one in parts if computed + one.tokens == needed)
+            if not found:
+                raise FeaturesRequired(
+                    "the KV of an image without features is not cached; send the request with features"
+                )
+            part = found[0]
+        # A copy of a part takes a block of its own, which can be any that is available now.
+        if not self.can_add(blocks, (*others, sequence), 1 if part is not None else 0):
+            raise FeaturesRequired("too little KV memory to hold an image without features; send it with features")
+        for block in (*blocks, *([part] if part is not None else ())):
+            pool.acquire(block)
+        copy = None
+        if part is not None:
+            if not pool.available:
+                pool.release([*blocks, part])
+                raise FeaturesRequired("no KV memory is free for an image without features; send it with features")
+            blocks.append(pool.allocate(visual=True))
+            copy = BlockCopy(part, blocks[-1], needed - computed)
+            pool.release([part])
+            computed = needed
+        self.add(blocks)
+        sequence.blocks = blocks
+        sequence.pinned = len(blocks)
+        sequence.computed = computed
+        sequence.identified = computed // BLOCK_TOKENS
+        return copy
+
+    def can_add(self, blocks: Iterable[int], sequences: Collection[Sequence], more: int = 0) -> bool:
+        """Tells whether `blocks` and `more` may be pinned while `sequences`, the new one included, have to finish.
+
+        Blocks on their way up that will be pinned count as pinned.
+        """
+        pinned = len(self._holders.keys() | set(blocks)) + more + sum(blocks_for(one.needs) for one in sequences)
         return pinned + max(blocks_for(sequence.most_tokens) for sequence in sequences) <= self._pool_size
 
     def add(self, blocks: Iterable[int]) -> None:

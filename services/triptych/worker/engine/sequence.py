@@ -11,7 +11,8 @@ from triptych.worker.engine.request import GenerationRequest
 from triptych.worker.engine.sampler import TokenChooser
 from triptych.worker.engine.speculation import Guesser, Guesses
 from triptych.worker.engine.timeline import Timeline
-from triptych.worker.kv.identity import BLOCK_TOKENS, BlockIdentity, identify_block, root_key
+from triptych.worker.kv.chain import Chain
+from triptych.worker.kv.identity import BLOCK_TOKENS
 
 
 class Phase(Enum):
@@ -47,6 +48,9 @@ class Sequence:
         token_ids: Prompt and output.
         computed: Leading positions whose KV is in `blocks`.
         blocks: The block table. While waiting, only the pinned blocks.
+        needs: Leading positions that hold images which came without features, as long as their KV is on its way up.
+        overtaken: How often others were admitted before it although it came first.
+        chain: What its blocks are found by in the cache.
         pinned: Leading blocks that stay referenced until the end, because nothing could compute them again: they hold
             images that came without features.
         identified: Leading blocks that were offered to the prefix cache or came from it.
@@ -71,8 +75,11 @@ class Sequence:
         self.rank = rank
         self.phase = Phase.WAITING
         self.token_ids = list(request.prompt.token_ids)
+        self.chain = Chain(self.token_ids, request.prompt.spans, request.cache_salt)
         self.computed = 0
         self.blocks: list[int] = []
+        self.needs = 0
+        self.overtaken = 0
         self.pinned = 0
         self.identified = 0
         self.cached_tokens = 0
@@ -82,7 +89,6 @@ class Sequence:
         self.unsent_tokens = 0
         self.unsent_choices: list[TokenChoice] = []
         self.timeline = Timeline(request.arrival_ns)
-        self._chain: list[BlockIdentity] = []
 
     @property
     def pending(self) -> int:
@@ -99,17 +105,15 @@ class Sequence:
         """Positions it takes if it generates all it may."""
         return len(self.request.prompt.token_ids) + self.request.stopping.max_tokens
 
-    def chain(self, blocks: int) -> list[BlockIdentity]:
-        """Returns the identities of the first `blocks` blocks, which must be full of known tokens."""
-        while len(self._chain) < blocks:
-            parent = self._chain[-1].key if self._chain else root_key(self.request.cache_salt)
-            start = len(self._chain) * BLOCK_TOKENS
-            self._chain.append(identify_block(parent, self.token_ids, self.request.prompt.spans, start))
-        return self._chain[:blocks]
+    @property
+    def holds_part(self) -> bool:
+        """Whether its last block is computed in part; only pinned blocks of a waiting sequence may be."""
+        return self.computed < len(self.blocks) * BLOCK_TOKENS
 
-    def reusable_chain(self) -> list[BlockIdentity]:
-        """Returns the identities of all blocks that may be reused; at least one token is left to compute."""
-        return self.chain((len(self.token_ids) - 1) // BLOCK_TOKENS)
+    def is_visual_block(self, index: int) -> bool:
+        """Tells whether at least half of a block's positions belong to images."""
+        start = index * BLOCK_TOKENS
+        return 2 * self.visual_tokens_between(start, start + BLOCK_TOKENS) >= BLOCK_TOKENS
 
     def visual_tokens_between(self, start: int, end: int) -> int:
         """Returns how many positions of a range are visual."""

@@ -21,12 +21,15 @@ class KVCache:
         keys: Per layer, [blocks, BLOCK_TOKENS, kv_heads, head_dim]. Always finite, written or not: attention
             multiplies positions it masks by zero.
         values: The same.
+        block_bytes: Size of one block over all layers, in bytes.
     """
 
     def __init__(self, config: DecoderConfig, blocks: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.block_bytes = block_bytes(config, dtype)
         shape = (blocks, BLOCK_TOKENS, config.kv_heads, config.head_dim)
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values [tokens, kv_heads, head_dim] at `slots` [tokens], block * BLOCK_TOKENS + offset."""
@@ -38,3 +41,30 @@ class KVCache:
         ids = torch.tensor(blocks, dtype=torch.long, device=self.keys[0].device)
         for tensor in (*self.keys, *self.values):
             tensor[ids] = 0
+
+    def gather(self, blocks: Sequence[int]) -> Tensor:
+        """Returns copies of blocks, [blocks, 2 * layers, BLOCK_TOKENS, kv_heads, head_dim], in host memory.
+
+        The blocks may be read while a step computes others; on CUDA, the copy runs beside the step's kernels.
+        """
+        device = self.keys[0].device
+        with torch.no_grad(), torch.cuda.stream(self._beside):
+            ids = torch.tensor(blocks, dtype=torch.long, device=device)
+            rows = torch.stack([tensor[ids] for pair in zip(self.keys, self.values, strict=True) for tensor in pair], 1)
+            return rows.cpu()
+
+    def scatter(self, blocks: Sequence[int], rows: Tensor) -> None:
+        """Overwrites blocks with `rows`, as `gather` returned them."""
+        device = self.keys[0].device
+        with torch.no_grad():
+            ids = torch.tensor(blocks, dtype=torch.long, device=device)
+            rows = rows.to(device, non_blocking=True)
+            for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+                keys.index_copy_(0, ids, rows[:, 2 * layer])
+                values.index_copy_(0, ids, rows[:, 2 * layer + 1])
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copies the first `tokens` positions of a block to another one."""
+        with torch.no_grad():
+            for tensor in (*self.keys, *self.values):
+                tensor[target, :tokens] = tensor[source, :tokens]

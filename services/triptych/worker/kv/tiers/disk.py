@@ -31,6 +31,7 @@ class DiskTier:
     """
 
     name = "disk"
+    knows = True
 
     def __init__(
         self, folder: Path, layout: BlockLayout, budget_bytes: int, *, keep: Keep = lambda identity: False

@@ -32,9 +32,11 @@ class HostTier:
 
     Attributes:
         slots: How many blocks fit.
+        leases: How many leases are held in all.
     """
 
     name = "host"
+    knows = True
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class HostTier:
     ) -> None:
         """`has_below`: blocks count as clean only once `mark_clean` says so. `keep`: which are never evicted."""
         self.slots = budget_bytes // layout.block_bytes
+        self.leases = 0
         self._block_bytes = layout.block_bytes
         self._slab = torch.empty((self.slots, layout.block_bytes), dtype=torch.uint8, pin_memory=pinned)
         self._views = self._slab.numpy()
@@ -68,10 +71,14 @@ class HostTier:
             return len(self._free) + len(self._order) - len(self._dirty)
 
     @property
-    def leases(self) -> int:
-        """How many leases are held in all."""
+    def has_dirty(self) -> bool:
+        """Whether any block is not safe below."""
+        return bool(self._dirty)
+
+    def slot(self, identity: BlockIdentity) -> int:
+        """Returns the slot of a block that the caller leases."""
         with self._lock:
-            return sum(entry.leases for entry in self._entries.values())
+            return self._entries[identity.key].slot
 
     def view(self, slot: int) -> BlockBytes:
         """Returns a slot's bytes, to be read by who leases its entry and written by who reserved it."""
@@ -122,6 +129,7 @@ class HostTier:
             if identity.key not in self._order:
                 self._order.add(identity.key)
             entry.leases += lease
+            self.leases += lease
             return entry.slot
 
     def cancel(self, slots: Sequence[int]) -> None:
@@ -130,18 +138,17 @@ class HostTier:
             self._reserved.difference_update(slots)
             self._free += slots
 
-    def lease(self, identity: BlockIdentity, *, is_hit: bool = True) -> int | None:
+    def lease(self, identity: BlockIdentity) -> int | None:
         """Returns the slot of a block, which then stays until `release`; None if it is not here."""
         with self._lock:
             entry = self._find(identity)
             if entry is None:
-                if is_hit:
-                    self._books.count("miss", [identity])
+                self._books.count("miss", [identity])
                 return None
             entry.leases += 1
-            if is_hit:
-                self._order.hit(identity.key)
-                self._books.count("hit", [identity])
+            self.leases += 1
+            self._order.hit(identity.key)
+            self._books.count("hit", [identity])
             return entry.slot
 
     def release(self, identities: Sequence[BlockIdentity]) -> None:
@@ -152,6 +159,7 @@ class HostTier:
                 if entry.leases <= 0:
                     raise IntegrityError("a host block was released more often than leased")
                 entry.leases -= 1
+                self.leases -= 1
                 if entry.leases == 0 and identity.key not in self._order:
                     self._forget(identity.key)
 
@@ -161,6 +169,7 @@ class HostTier:
             found = [self._entries[key] for key in islice(self._dirty, most)]
             for entry in found:
                 entry.leases += 1
+            self.leases += len(found)
             return [entry.identity for entry in found]
 
     def mark_clean(self, identities: Sequence[BlockIdentity]) -> None:
@@ -225,6 +234,8 @@ class HostTier:
                 raise IntegrityError("the host tier's order and its blocks differ")
             if any(entry.leases < 0 or entry.identity.key != key for key, entry in self._entries.items()):
                 raise IntegrityError("a host block has a wrong key or count of leases")
+            if self.leases != sum(entry.leases for entry in self._entries.values()):
+                raise IntegrityError("the host tier's count of leases is wrong")
             if sum(self._bytes.values()) != len(used) * self._block_bytes:
                 raise IntegrityError("the host tier's bytes do not add up")
 

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +42,14 @@ class Tier(Protocol):
 
     `put` and `get` may take long and are called from the threads that move blocks; the others are quick. All may be
     called from any thread.
+
+    Attributes:
+        name: What it is called.
+        knows: Whether `contains` and `identities` tell all there is; a shared server does not.
     """
 
     name: str
+    knows: bool
 
     def contains(self, identity: BlockIdentity) -> bool:
         """Tells whether `get` would find a block, as far as that is known without looking far."""
@@ -61,6 +66,9 @@ class Tier(Protocol):
     def drop(self, doomed: Callable[[BlockIdentity], bool]) -> int:
         """Forgets all blocks of which `doomed` is true. Returns how many."""
 
+    def identities(self) -> list[BlockIdentity]:
+        """Returns what is here, as far as that is known without looking far."""
+
     def usage(self) -> Usage:
         """Returns what it holds and did."""
 
@@ -71,9 +79,27 @@ class Tier(Protocol):
         """Gives back what it holds open."""
 
 
+@runtime_checkable
+class SharedTier(Tier, Protocol):
+    """A tier that others fill as well, so that what it holds is known only by asking."""
+
+    def covers(self, identities: Sequence[BlockIdentity]) -> int:
+        """Asks how many leading blocks it has; takes up to its timeout."""
+
+
 def modality(identity: BlockIdentity) -> str:
     """Returns `visual` or `text`."""
     return "visual" if identity.is_visual else "text"
+
+
+Moves = Counter[tuple[str, str]]
+"""Blocks that moved, by the way they took and modality."""
+
+
+def note_moves(moves: Moves, way: str, identities: Iterable[BlockIdentity]) -> None:
+    """Counts blocks that took a way."""
+    for identity in identities:
+        moves[way, modality(identity)] += 1
 
 
 class TierBooks:
