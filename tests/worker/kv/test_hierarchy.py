@@ -119,15 +119,15 @@ def test_what_the_device_evicts_comes_back_from_the_host(make: Callable[..., Ben
 
 def test_what_the_host_evicts_comes_back_from_disk_and_after_a_restart(make: Callable[..., Bench]) -> None:
     for policy in ("write_through", "write_back"):
-        bench = make(disk=True, slots=32, policy=policy)
-        chains = [chain_of(100 * len(policy) + name, 6) for name in range(9)]
+        bench = make(disk=True, slots=64, policy=policy)
+        chains = [chain_of(100 * len(policy) + name, 6) for name in range(16)]
         for chain in chains:
             assert bench.visit(chain) == 6
             assert bench.hierarchy.flush()
-        assert [bench.visit(chain) for chain in chains] == [0] * 9
+        assert [bench.visit(chain) for chain in chains] == [0] * 16
         bench.close()
-        again = make(disk=True, slots=32, policy=policy)
-        assert [again.visit(chain) for chain in chains] == [0] * 9
+        again = make(disk=True, slots=64, policy=policy)
+        assert [again.visit(chain) for chain in chains] == [0] * 16
         again.close()
 
 

@@ -106,10 +106,8 @@ class Fetcher:
 
         `at_any_cost`: also from tiers from which loading takes longer than computing.
         """
-        # Half of the host tier at most waits for requests: the rest is for what comes down.
-        most = max(0, self._host.slots // 2 - self._host.leases)
         tiers = [tier for tier in self._below if at_any_cost or self._cost.pays(tier.name)]
-        fetch = Fetch(self._host, wanted[:most], parts)
+        fetch = Fetch(self._host, wanted, parts)
         if at_any_cost or self._cost.pays(self._host.name):
             while fetch.rest and self._take(fetch, fetch.rest[0]):
                 pass

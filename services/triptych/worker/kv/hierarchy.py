@@ -126,7 +126,9 @@ class Hierarchy:
         at_any_cost: bool = False,
     ) -> Fetch:
         """Begins to collect leading blocks of `wanted` in the host tier; `close_fetch` must follow."""
-        fetch = self._fetcher.fetch(wanted, parts or {}, at_any_cost=at_any_cost)
+        # Half of the host tier at most waits for requests: the rest is for what comes down.
+        most = max(0, self.host.slots // 2 - sum(len(fetch.wanted) for fetch in self._open))
+        fetch = self._fetcher.fetch(wanted[:most], parts or {}, at_any_cost=at_any_cost)
         self._open.add(fetch)
         return fetch
 
