@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv demo up test unit lint aiperf protos model export report draft tokens clean
+.PHONY: venv demo up test unit lint aiperf protos model components export report draft tokens clean
 
 venv: $(STAMP)
 
@@ -43,6 +43,9 @@ protos: venv  ## Regenerates services/triptych/v1 from protos/.
 
 model: venv  ## Trains the demo checkpoint from nothing (an hour and a quarter on two quiet cores).
 	$(BIN)/python -m triptych.demo.train --out models/demo
+
+components: venv  ## Fits what the visual KV policy compress_visual_low_rank needs to the demo checkpoint.
+	$(BIN)/triptych compress models/demo
 
 export: venv  ## Writes model_repository/ from the demo checkpoint.
 	$(BIN)/triptych export models/demo --draft models/demo-draft

@@ -16,6 +16,7 @@ from triptych.commands import bench, cache, status, trace
 from triptych.config import GatewaySettings, RouterSettings, TritonSettings, WorkerSettings
 from triptych.errors import TriptychError
 from triptych.telemetry.logs import setup_logging
+from triptych.visual_kv import VisualKvPolicy
 
 app = typer.Typer(
     name="triptych",
@@ -99,6 +100,10 @@ def ask(
     draft: Annotated[
         bool | None, typer.Option("--draft/--no-draft", help="begin with a draft encoder's features, checked later")
     ] = None,
+    visual_kv: Annotated[
+        VisualKvPolicy | None,
+        typer.Option(help="where the pictures' KV lives meanwhile; unset: as the worker is set up"),
+    ] = None,
     timeout_s: Annotated[float, typer.Option(help="give up after this many seconds")] = 120.0,
     as_json: Json = False,
 ) -> None:
@@ -107,7 +112,12 @@ def ask(
 
     *images, question = arguments
     options = client.Options(
-        max_tokens=max_tokens, temperature=temperature, reduce=reduce, draft=draft, timeout_s=timeout_s
+        max_tokens=max_tokens,
+        temperature=temperature,
+        reduce=reduce,
+        draft=draft,
+        visual_kv=visual_kv,
+        timeout_s=timeout_s,
     )
     run(address, [Path(image) for image in images], question, detail, options, as_json)
 
@@ -144,6 +154,22 @@ def evaluate(
     from triptych.commands.evaluate import run
 
     run(count, address, report, as_json)
+
+
+@app.command()
+def compress(
+    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="LLaVA-format checkpoint folder")],
+    images: Annotated[
+        Path | None, typer.Option(help="folder of pictures like those to come; unset: drawn scenes")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="most pictures to look at")] = 200,
+    output: Annotated[Path | None, typer.Option(help="file to write; unset: visual_kv.components in MODEL_DIR")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fits what the visual KV policy compress_visual_low_rank needs to pictures that the model is shown."""
+    from triptych.commands.compress import run
+
+    run(model_dir, images, count, output, as_json)
 
 
 @app.command()

@@ -26,6 +26,7 @@ from triptych.v1 import generation_pb2 as generation
 from triptych.v1 import inference_pb2 as inference
 from triptych.v1.inference_pb2_grpc import InferenceServiceStub
 from triptych.vision.reduction_spec import parse_reduction, to_message
+from triptych.visual_kv import VisualKvPolicy
 
 PartLike = str | bytes | Path
 """A piece of a message: text, an encoded image, or the path of an image file."""
@@ -61,6 +62,7 @@ class Options:
         draft: Whether to begin with a draft encoder's features; None is the service's default.
         draft_threshold: Least similarity at which they are kept, in (0, 1]; None is the service's default.
         early_text: Whether text may come before they are checked; a `retracted` event then takes wrong text back.
+        visual_kv: Where the images' KV lives while the answer is generated; None: as the worker is set up.
         degrade: Whether a text-only answer is better than an error when the encoder is late.
         request_id: Name for logs and traces; empty: the router makes one.
         timeout_s: The call's deadline; None waits for ever.
@@ -80,6 +82,7 @@ class Options:
     draft: bool | None = None
     draft_threshold: float | None = None
     early_text: bool = False
+    visual_kv: VisualKvPolicy | None = None
     degrade: bool = True
     request_id: str = ""
     timeout_s: float | None = None
@@ -150,6 +153,7 @@ def build_request(messages: Sequence[inference.Message], options: Options) -> in
         draft=inference.DraftOptions(
             mode=_DRAFT_MODES[options.draft], threshold=options.draft_threshold, early_text=options.early_text
         ),
+        visual_kv=options.visual_kv.proto if options.visual_kv else generation.VISUAL_KV_POLICY_UNSPECIFIED,
     )
 
 

@@ -11,6 +11,7 @@ from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from triptych.vision.reduction_spec import PATTERN
+from triptych.visual_kv import VisualKvPolicy
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -103,6 +104,20 @@ class WorkerSettings(BaseSettings):
         gt=0,
         description="longest wait of a generation on draft features for the verdict on them, in seconds; more than the "
         "router's encode_timeout_s",
+    )
+    visual_kv: VisualKvPolicy = Field(
+        VisualKvPolicy.EXACT,
+        description="where visual KV of running requests lives once their prompt is computed, for requests that do not "
+        "say: exact; offload_visual: in host memory, exact; compress_visual_low_rank, compress_visual_merge: lossy",
+    )
+    visual_kv_ratio: Literal[2, 4, 8] = Field(4, description="how many times smaller compressed visual KV is")
+    visual_kv_basis: Path | None = Field(
+        None,
+        description="file of `triptych compress`, for compress_visual_low_rank; unset: visual_kv.components in "
+        "model_dir, where there is one",
+    )
+    offload_kv_bytes: int = Field(
+        256 << 20, ge=0, description="host memory for visual KV under offload_visual, in bytes; 0 turns the policy off"
     )
     prefix_cache: bool = Field(True, description="keep KV of finished requests for prefix reuse while memory lasts")
     kv_text_share: float = Field(

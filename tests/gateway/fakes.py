@@ -64,6 +64,9 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer):
             for name in ("intake", "queue", "prefill", "decode", "time_to_first_token", "total"):
                 getattr(finished.durations, name).FromMilliseconds(1)
             finished.degradations.extend(self.degradations)
+            lossy = request.visual_kv == generation_pb2.VISUAL_KV_POLICY_COMPRESS_VISUAL_MERGE
+            finished.visual_kv.policy = request.visual_kv or generation_pb2.VISUAL_KV_POLICY_EXACT
+            finished.visual_kv.lossy, finished.visual_kv.saved_bytes = lossy, 99 * lossy
             yield inference_pb2.GenerateResponse(finished=finished)
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled += 1

@@ -27,6 +27,16 @@ async def test_defaults_are_openais_own(rig: Rig) -> None:
     assert request.cache_salt == "" and not request.raw_prompt
 
 
+async def test_a_visual_kv_policy_is_passed_on_and_the_reply_says_what_it_did(rig: Rig) -> None:
+    assert (await sent(rig)).visual_kv == generation_pb2.VISUAL_KV_POLICY_UNSPECIFIED
+    response = await rig.chat(triptych={"visual_kv": "compress_visual_merge"})
+    assert rig.router.requests[-1].visual_kv == generation_pb2.VISUAL_KV_POLICY_COMPRESS_VISUAL_MERGE
+    report = response.json()["triptych"]["visual_kv"]
+    assert report == {"policy": "compress_visual_merge", "lossy": True, "saved_bytes": 99}
+    refused = await rig.chat(triptych={"visual_kv": "zip"})
+    assert refused.status_code == 400 and "visual_kv" in refused.text
+
+
 async def test_sampling_and_stopping_are_passed_on(rig: Rig) -> None:
     request = await sent(rig, temperature=0.5, top_p=0.25, seed=9, max_tokens=7, max_completion_tokens=3, stop="x")
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.seed) == (0.5, 0.25, 9)

@@ -100,6 +100,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.verdicts: list[worker_pb2.SettleDraftRequest] = []
         self.settled: dict[str, asyncio.Event] = {}
         self.before_settled: Callable[[], Any] = lambda: asyncio.sleep(0)
+        self.visual_kv = generation_pb2.VisualKvReport(policy=generation_pb2.VISUAL_KV_POLICY_EXACT)
+        self.probes: list[worker_pb2.ProbeCacheRequest] = []
 
     async def InspectCache(
         self, request: worker_pb2.InspectCacheRequest, context: "grpc.aio.ServicerContext[Any, Any]"
@@ -150,6 +152,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             finished.durations.queue.FromMilliseconds(1)
             finished.durations.prefill.FromMilliseconds(2)
             finished.durations.decode.FromMilliseconds(3)
+            finished.visual_kv.CopyFrom(self.visual_kv)
             yield worker_pb2.WorkerGenerateResponse(finished=finished)
         finally:
             self.running -= 1
@@ -165,6 +168,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def ProbeCache(
         self, request: worker_pb2.ProbeCacheRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> worker_pb2.ProbeCacheResponse:
+        self.probes.append(request)
         await self.probe()
         covered = [image.identity in self.kv for image in request.prompt.images]
         return worker_pb2.ProbeCacheResponse(prompt_tokens=9, images_covered=covered)

@@ -53,6 +53,18 @@ async def test_the_worker_gets_text_images_and_parameters_where_the_message_put_
     assert not np.array_equal(red, blue)
 
 
+async def test_a_visual_kv_policy_goes_to_probe_and_worker_and_its_report_comes_back(rig: Rig) -> None:
+    merge = generation_pb2.VISUAL_KV_POLICY_COMPRESS_VISUAL_MERGE
+    rig.worker.visual_kv = generation_pb2.VisualKvReport(policy=merge, lossy=True, saved_bytes=123)
+    answer = await rig.answer(ask(RED, "?", visual_kv=merge))
+    assert [probe.visual_kv for probe in rig.worker.probes] == [merge]
+    assert [request.visual_kv for request in rig.worker.requests] == [merge]
+    assert answer.finished.visual_kv == rig.worker.visual_kv
+    with pytest.raises(InvalidRequest) as caught:
+        await rig.answer(ask(RED, "?", visual_kv=99))
+    assert caught.value.reason == "ENUM_INVALID"
+
+
 async def test_an_image_seen_before_comes_from_the_encoder_cache(rig: Rig) -> None:
     first = await rig.answer(ask(RED, "?"))
     again = await rig.answer(ask(RED, "other question"))

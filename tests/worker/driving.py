@@ -10,6 +10,7 @@ from torch import Tensor
 
 from triptych.config import WorkerSettings
 from triptych.errors import TriptychError
+from triptych.visual_kv import VisualKvPolicy
 from triptych.worker.engine.engine import Engine
 from triptych.worker.engine.events import Completed, Failed, Text, Usage
 from triptych.worker.engine.request import (
@@ -45,6 +46,7 @@ def ask(
     ignore_eos: bool = False,
     priority: PriorityClass = PriorityClass.STANDARD,
     cache_salt: str = "",
+    visual_kv: VisualKvPolicy = VisualKvPolicy.EXACT,
 ) -> GenerationRequest:
     """Returns a request of one user message; an image is (name, token count, features or None)."""
     slots = tuple(part if isinstance(part, str) else ImageSlot(identity_of(part[0]), part[1]) for part in parts)
@@ -56,6 +58,7 @@ def ask(
         stopping=StoppingOptions(max_tokens, stop, ignore_eos),
         priority=priority,
         cache_salt=cache_salt,
+        visual_kv=visual_kv,
     )
 
 
@@ -67,6 +70,7 @@ class Answer:
     texts: list[str] = field(default_factory=list)
     reason: FinishReason | None = None
     usage: Usage | None = None
+    completed: Completed | None = None
     error: TriptychError | None = None
 
     @property
@@ -88,7 +92,7 @@ def drain(engine: Engine, sequences: Items[Sequence], check_each_step: bool = Fa
             if isinstance(event, Text):
                 answer.texts.append(event.text)
             elif isinstance(event, Completed):
-                answer.reason, answer.usage = event.reason, event.usage
+                answer.reason, answer.usage, answer.completed = event.reason, event.usage, event
             elif isinstance(event, Failed):
                 answer.error = event.error
         if check_each_step:

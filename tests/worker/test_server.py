@@ -45,6 +45,38 @@ async def test_an_answer_streams_and_says_what_it_took(client: Client, tiny_refe
     assert sum(part.ToNanoseconds() for part in parts) <= stages.total.ToNanoseconds()
 
 
+async def test_what_became_of_visual_kv_is_reported_and_a_wish_wins_over_the_workers_own(tiny_dir: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((100, 64), np.float32)
+    shown = worker_pb2.PromptImage(identity=identity_of("100"), token_count=100, features=tensors.to_proto(rows))
+    default, exact, offload, merge, low_rank = (
+        generation_pb2.VISUAL_KV_POLICY_UNSPECIFIED,
+        generation_pb2.VISUAL_KV_POLICY_EXACT,
+        generation_pb2.VISUAL_KV_POLICY_OFFLOAD_VISUAL,
+        generation_pb2.VISUAL_KV_POLICY_COMPRESS_VISUAL_MERGE,
+        generation_pb2.VISUAL_KV_POLICY_COMPRESS_VISUAL_LOW_RANK,
+    )
+    settings = settings_for(tiny_dir, visual_kv="offload_visual")
+    async with run_worker(settings) as worker:
+        client = Client(worker)
+        texts = []
+        for wish, expected in ((default, offload), (exact, exact), (offload, offload), (merge, merge)):
+            events = await client.answer(request(shown, visual_kv=wish))
+            report = events[-1].finished.visual_kv
+            assert report.policy == expected
+            assert report.lossy == (expected == merge)
+            assert (report.saved_bytes > 0) == (expected != exact)
+            texts.append(text_of(events))
+        assert texts[0] == texts[1] == texts[2]
+        assert text_of(await client.answer(request(text="no picture"))) != ""
+        for wish, covered in ((default, False), (exact, True), (merge, False)):
+            probe = worker_pb2.ProbeCacheRequest(prompt=request(shown).prompt, visual_kv=wish)
+            assert list((await client.stub.ProbeCache(probe)).images_covered) == [covered]
+        assert (await client.refusal(request(shown, visual_kv=low_rank))).reason == "VISUAL_KV_UNAVAILABLE"
+        assert (await client.refusal(request(shown, visual_kv=99))).reason == "INVALID_REQUEST"
+        await client.settle()
+        await client.channel.close()
+
+
 async def test_many_requests_at_once_get_the_answers_they_get_alone(client: Client, tiny_reference: Reference) -> None:
     requests = [request(*[image(tiny_reference, n)] * (n % 2), text=f"{n} {QUESTION}") for n in range(24)]
     together = await asyncio.gather(*(client.answer(one) for one in requests))

@@ -11,6 +11,7 @@ from triptych.errors import InvalidRequest, Unavailable
 from triptych.v1 import inference_pb2 as inference
 from triptych.vision.draft_report import draft_json, outcome_name
 from triptych.vision.reduction_spec import reduction_text
+from triptych.visual_kv import policy_name
 
 
 def run(
@@ -60,6 +61,11 @@ def run(
     console.print(f"{tokens}; {summary}", style="dim", highlight=False, soft_wrap=True)
     if finished.HasField("draft"):
         console.print(draft_summary(finished.draft), style="dim", highlight=False, soft_wrap=True)
+    visual_kv = finished.visual_kv
+    if visual_kv.saved_bytes:
+        loss = "lossy" if visual_kv.lossy else "exact"
+        line = f"visual KV: {policy_name(visual_kv.policy)} ({loss}), {visual_kv.saved_bytes / 1e6:.2f} MB saved"
+        console.print(line, style="yellow" if visual_kv.lossy else "dim", highlight=False, soft_wrap=True)
     for degradation in finished.degradations:
         console.print(f"degraded: {degradation.explanation}", style="yellow", highlight=False, soft_wrap=True)
 
@@ -100,6 +106,11 @@ def answer_json(answer: client.Answer) -> dict[str, object]:
             }
             for image in answer.started.images
         ],
+        "visual_kv": {
+            "policy": policy_name(answer.finished.visual_kv.policy),
+            "lossy": answer.finished.visual_kv.lossy,
+            "saved_bytes": answer.finished.visual_kv.saved_bytes,
+        },
         "degradations": [degradation.explanation for degradation in answer.finished.degradations],
         "draft": draft_json(answer.finished),
         "trace_id": answer.started.trace_id,

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from triptych.gateway.errors import ErrorReply
+from triptych.visual_kv import VisualKvPolicy
 
 
 class PromptTokensDetails(BaseModel):
@@ -63,6 +64,14 @@ class DegradationReport(BaseModel):
     explanation: str
 
 
+class VisualKvReport(BaseModel):
+    """What became of the pictures' KV."""
+
+    policy: VisualKvPolicy
+    lossy: bool = Field(description="whether the policy may have changed the answer")
+    saved_bytes: int = Field(description="device memory that it saved, at most")
+
+
 class Report(BaseModel):
     """Triptych's own part of a reply; with several choices, that of the first."""
 
@@ -73,6 +82,7 @@ class Report(BaseModel):
     usage: TokenCounts
     draft: DraftReport | None = Field(description="null when there was none")
     degradations: list[DegradationReport]
+    visual_kv: VisualKvReport
 
 
 class LogprobEntry(BaseModel):

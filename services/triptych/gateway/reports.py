@@ -6,6 +6,7 @@ from typing import Any
 from triptych.v1 import generation_pb2, inference_pb2
 from triptych.vision.draft_report import draft_json
 from triptych.vision.reduction_spec import reduction_text
+from triptych.visual_kv import policy_name
 
 
 def usage_of(usages: Iterable[generation_pb2.Usage], choices_per_prompt: int) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def started_report(started: inference_pb2.Started) -> dict[str, Any]:
 
 
 def finished_report(finished: inference_pb2.Finished) -> dict[str, Any]:
-    """Returns what is known when it has ended: seconds per stage, tokens by kind, degradations."""
+    """Returns what is known when it has ended: seconds per stage, tokens by kind, degradations, visual KV."""
     usage = finished.usage
     return {
         "timings": timings_of(finished.durations),
@@ -67,6 +68,11 @@ def finished_report(finished: inference_pb2.Finished) -> dict[str, Any]:
             }
             for item in finished.degradations
         ],
+        "visual_kv": {
+            "policy": policy_name(finished.visual_kv.policy),
+            "lossy": finished.visual_kv.lossy,
+            "saved_bytes": finished.visual_kv.saved_bytes,
+        },
     }
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from triptych.vision.reduction_spec import PATTERN, RULE
+from triptych.visual_kv import VisualKvPolicy
 
 MAX_INT32 = 2**31 - 1
 INT64 = 2**63
@@ -161,6 +162,9 @@ class Options(Closed):
     top_k: int | None = Field(None, ge=0, le=MAX_INT32, description="keeps the k most likely tokens; 0 keeps all")
     repetition_penalty: float | None = Field(None, gt=0, le=10, description="1 changes nothing")
     ignore_eos: bool | None = Field(None, description="generates until max_tokens; for measurements")
+    visual_kv: VisualKvPolicy | None = Field(
+        None, description="where the pictures' KV lives while the answer is generated; compress_* change answers"
+    )
 
 
 class SamplingRequest(Closed):

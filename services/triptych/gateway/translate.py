@@ -108,6 +108,8 @@ def _base(body: SamplingRequest, options: Options, tenant: str) -> inference_pb2
     )
     if options.priority:
         request.priority = generation_pb2.Priority.Value(f"PRIORITY_{options.priority.upper()}")
+    if options.visual_kv:
+        request.visual_kv = options.visual_kv.proto
     if options.degrade is False:
         request.degradation_policy = inference_pb2.DEGRADATION_POLICY_FORBID
     if options.reduction:

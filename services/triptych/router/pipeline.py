@@ -29,6 +29,7 @@ from triptych.vision.cache import EncoderCache
 from triptych.vision.encoder import Encoder
 from triptych.vision.resolution import Load
 from triptych.vision.shared_features import open_shared_features
+from triptych.visual_kv import policy_name
 
 log = logging.getLogger(__name__)
 
@@ -267,6 +268,7 @@ class Relay:
                 "triptych.visual_tokens": usage.visual_tokens,
                 "triptych.cached_tokens": usage.cached_tokens,
                 "triptych.degraded": bool(self._state.degradations),
+                "triptych.visual_kv": policy_name(finished.visual_kv.policy),
             }
         )
         return inference_pb2.Finished(
@@ -275,6 +277,7 @@ class Relay:
             durations=durations,
             degradations=self._state.degradations,
             draft=self._state.draft_report,
+            visual_kv=finished.visual_kv,
         )
 
 

@@ -264,6 +264,7 @@ class RequestState:
             sampling=self.request.sampling,
             stopping=self.request.stopping,
             priority=self.request.priority,
+            visual_kv=self.request.visual_kv,
         )
         if self.draft is not None:
             request.draft.CopyFrom(worker_pb2.Draft(id=self.draft.name, early_text=self.request.draft.early_text))

@@ -149,7 +149,7 @@ class Probe:
         timeout_s = state.within_deadline(PROBE_TIMEOUT_S)
         with open_span("router.probe", state.trace) as (span, context), self._encoder.expect():
             try:
-                covered = await self._worker.probe(state.prompt(), timeout_s, context)
+                covered = await self._worker.probe(state.prompt(), state.request.visual_kv, timeout_s, context)
             except InvalidRequest:
                 raise
             except TriptychError as error:

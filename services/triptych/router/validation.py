@@ -26,6 +26,7 @@ def validate(request: inference_pb2.GenerateRequest, settings: RouterSettings) -
     if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
         raise InvalidRequest(f"cache_salt is longer than {MAX_SALT_BYTES} bytes", reason="CACHE_SALT_INVALID")
     _check_enum("priority", request.priority, generation_pb2.Priority.values())
+    _check_enum("visual_kv", request.visual_kv, generation_pb2.VisualKvPolicy.values())
     _check_enum("degradation_policy", request.degradation_policy, inference_pb2.DegradationPolicy.values())
     _check_draft(request.draft)
     _check_messages(request, settings)

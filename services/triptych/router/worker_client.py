@@ -13,7 +13,7 @@ from triptych.errors import StageTimeout, TriptychError, Unavailable
 from triptych.rpc.channel import open_channel
 from triptych.rpc.status import from_rpc_error
 from triptych.telemetry.tracing import inject
-from triptych.v1 import worker_pb2, worker_pb2_grpc
+from triptych.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -79,13 +79,19 @@ class WorkerClient:
             self._load = None
             await asyncio.sleep(_RECONNECT_S)
 
-    async def probe(self, prompt: worker_pb2.Prompt, timeout_s: float, trace: Context) -> list[bool]:
-        """Returns, per image of the prompt, whether the worker's KV covers it now.
+    async def probe(
+        self,
+        prompt: worker_pb2.Prompt,
+        visual_kv: generation_pb2.VisualKvPolicy.ValueType,
+        timeout_s: float,
+        trace: Context,
+    ) -> list[bool]:
+        """Returns, per image of the prompt, whether the worker's KV covers it now, so that it needs no features.
 
         Raises what the worker raised, or Unavailable (WORKER_UNAVAILABLE), or StageTimeout.
         """
         try:
-            request = worker_pb2.ProbeCacheRequest(prompt=prompt)
+            request = worker_pb2.ProbeCacheRequest(prompt=prompt, visual_kv=visual_kv)
             response = await self._stub.ProbeCache(request, timeout=timeout_s, metadata=inject(trace))
         except grpc.RpcError as error:
             raise self._translated(error) from None

@@ -25,31 +25,35 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctriptych/v1/generation.proto\x12\x0btriptych.v1\x1a\x1egoogle/protobuf/duration.proto\"\xd6\x01\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\x06 \x01(\x05H\x03\x88\x01\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0f\n\r_top_logprobs\"J\n\x12StoppingParameters\x12\x12\n\nmax_tokens\x18\x01 \x01(\x05\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x12\n\nignore_eos\x18\x03 \x01(\x08\"-\n\x0cTokenLogprob\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"`\n\x0bTokenChoice\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.triptych.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.triptych.v1.TokenLogprob\"T\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12(\n\x06tokens\x18\x03 \x03(\x0b\x32\x18.triptych.v1.TokenChoice\"\x0b\n\tRetracted\"a\n\x05Usage\x12\x13\n\x0btext_tokens\x18\x01 \x01(\x05\x12\x15\n\rvisual_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\x12\x15\n\routput_tokens\x18\x04 \x01(\x05\"\xcd\x03\n\x0eStageDurations\x12)\n\x06intake\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\npreprocess\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x65ncode\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05queue\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06reduce\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05\x64raft\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration*k\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x15\n\x11PRIORITY_STANDARD\x10\x02\x12\x14\n\x10PRIORITY_ECONOMY\x10\x03*v\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_END\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctriptych/v1/generation.proto\x12\x0btriptych.v1\x1a\x1egoogle/protobuf/duration.proto\"\xd6\x01\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x04 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\x06 \x01(\x05H\x03\x88\x01\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0f\n\r_top_logprobs\"J\n\x12StoppingParameters\x12\x12\n\nmax_tokens\x18\x01 \x01(\x05\x12\x0c\n\x04stop\x18\x02 \x03(\t\x12\x12\n\nignore_eos\x18\x03 \x01(\x08\"a\n\x0eVisualKvReport\x12+\n\x06policy\x18\x01 \x01(\x0e\x32\x1b.triptych.v1.VisualKvPolicy\x12\r\n\x05lossy\x18\x02 \x01(\x08\x12\x13\n\x0bsaved_bytes\x18\x03 \x01(\x03\"-\n\x0cTokenLogprob\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"`\n\x0bTokenChoice\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.triptych.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.triptych.v1.TokenLogprob\"T\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\x12(\n\x06tokens\x18\x03 \x03(\x0b\x32\x18.triptych.v1.TokenChoice\"\x0b\n\tRetracted\"a\n\x05Usage\x12\x13\n\x0btext_tokens\x18\x01 \x01(\x05\x12\x15\n\rvisual_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\x12\x15\n\routput_tokens\x18\x04 \x01(\x05\"\xcd\x03\n\x0eStageDurations\x12)\n\x06intake\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\npreprocess\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x65ncode\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05queue\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05total\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06reduce\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05\x64raft\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration*k\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x15\n\x11PRIORITY_STANDARD\x10\x02\x12\x14\n\x10PRIORITY_ECONOMY\x10\x03*\xce\x01\n\x0eVisualKvPolicy\x12 \n\x1cVISUAL_KV_POLICY_UNSPECIFIED\x10\x00\x12\x1a\n\x16VISUAL_KV_POLICY_EXACT\x10\x01\x12#\n\x1fVISUAL_KV_POLICY_OFFLOAD_VISUAL\x10\x02\x12-\n)VISUAL_KV_POLICY_COMPRESS_VISUAL_LOW_RANK\x10\x03\x12*\n&VISUAL_KV_POLICY_COMPRESS_VISUAL_MERGE\x10\x04*v\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_END\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triptych.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PRIORITY']._serialized_start=1177
-  _globals['_PRIORITY']._serialized_end=1284
-  _globals['_FINISHREASON']._serialized_start=1286
-  _globals['_FINISHREASON']._serialized_end=1404
+  _globals['_PRIORITY']._serialized_start=1276
+  _globals['_PRIORITY']._serialized_end=1383
+  _globals['_VISUALKVPOLICY']._serialized_start=1386
+  _globals['_VISUALKVPOLICY']._serialized_end=1592
+  _globals['_FINISHREASON']._serialized_start=1594
+  _globals['_FINISHREASON']._serialized_end=1712
   _globals['_SAMPLINGPARAMETERS']._serialized_start=78
   _globals['_SAMPLINGPARAMETERS']._serialized_end=292
   _globals['_STOPPINGPARAMETERS']._serialized_start=294
   _globals['_STOPPINGPARAMETERS']._serialized_end=368
-  _globals['_TOKENLOGPROB']._serialized_start=370
-  _globals['_TOKENLOGPROB']._serialized_end=415
-  _globals['_TOKENCHOICE']._serialized_start=417
-  _globals['_TOKENCHOICE']._serialized_end=513
-  _globals['_CHUNK']._serialized_start=515
-  _globals['_CHUNK']._serialized_end=599
-  _globals['_RETRACTED']._serialized_start=601
-  _globals['_RETRACTED']._serialized_end=612
-  _globals['_USAGE']._serialized_start=614
-  _globals['_USAGE']._serialized_end=711
-  _globals['_STAGEDURATIONS']._serialized_start=714
-  _globals['_STAGEDURATIONS']._serialized_end=1175
+  _globals['_VISUALKVREPORT']._serialized_start=370
+  _globals['_VISUALKVREPORT']._serialized_end=467
+  _globals['_TOKENLOGPROB']._serialized_start=469
+  _globals['_TOKENLOGPROB']._serialized_end=514
+  _globals['_TOKENCHOICE']._serialized_start=516
+  _globals['_TOKENCHOICE']._serialized_end=612
+  _globals['_CHUNK']._serialized_start=614
+  _globals['_CHUNK']._serialized_end=698
+  _globals['_RETRACTED']._serialized_start=700
+  _globals['_RETRACTED']._serialized_end=711
+  _globals['_USAGE']._serialized_start=713
+  _globals['_USAGE']._serialized_end=810
+  _globals['_STAGEDURATIONS']._serialized_start=813
+  _globals['_STAGEDURATIONS']._serialized_end=1274
 # @@protoc_insertion_point(module_scope)

@@ -52,6 +52,40 @@ PRIORITY_ECONOMY: Priority.ValueType  # 3
 """May wait, and is degraded first."""
 Global___Priority: _TypeAlias = Priority  # noqa: Y015
 
+class _VisualKvPolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _VisualKvPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VisualKvPolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    VISUAL_KV_POLICY_UNSPECIFIED: _VisualKvPolicy.ValueType  # 0
+    """The worker's `visual_kv`."""
+    VISUAL_KV_POLICY_EXACT: _VisualKvPolicy.ValueType  # 1
+    """On the device, as computed."""
+    VISUAL_KV_POLICY_OFFLOAD_VISUAL: _VisualKvPolicy.ValueType  # 2
+    """In host memory, as computed; attention over it is computed there. Exact up to rounding."""
+    VISUAL_KV_POLICY_COMPRESS_VISUAL_LOW_RANK: _VisualKvPolicy.ValueType  # 3
+    """On the device, as principal components of keys and values, `visual_kv_ratio` times smaller. Lossy."""
+    VISUAL_KV_POLICY_COMPRESS_VISUAL_MERGE: _VisualKvPolicy.ValueType  # 4
+    """On the device, with similar tokens of an image merged, `visual_kv_ratio` times fewer. Lossy."""
+
+class VisualKvPolicy(_VisualKvPolicy, metaclass=_VisualKvPolicyEnumTypeWrapper):
+    """Where the KV of a request's images lives once its prompt is computed, and in which form. Only blocks of 16 tokens that
+    are all one image's count.
+    """
+
+VISUAL_KV_POLICY_UNSPECIFIED: VisualKvPolicy.ValueType  # 0
+"""The worker's `visual_kv`."""
+VISUAL_KV_POLICY_EXACT: VisualKvPolicy.ValueType  # 1
+"""On the device, as computed."""
+VISUAL_KV_POLICY_OFFLOAD_VISUAL: VisualKvPolicy.ValueType  # 2
+"""In host memory, as computed; attention over it is computed there. Exact up to rounding."""
+VISUAL_KV_POLICY_COMPRESS_VISUAL_LOW_RANK: VisualKvPolicy.ValueType  # 3
+"""On the device, as principal components of keys and values, `visual_kv_ratio` times smaller. Lossy."""
+VISUAL_KV_POLICY_COMPRESS_VISUAL_MERGE: VisualKvPolicy.ValueType  # 4
+"""On the device, with similar tokens of an image merged, `visual_kv_ratio` times fewer. Lossy."""
+Global___VisualKvPolicy: _TypeAlias = VisualKvPolicy  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -178,6 +212,38 @@ class StoppingParameters(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoppingParameters: _TypeAlias = StoppingParameters  # noqa: Y015
+
+@_typing.final
+class VisualKvReport(_message.Message):
+    """What became of a request's visual KV."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    LOSSY_FIELD_NUMBER: _builtins.int
+    SAVED_BYTES_FIELD_NUMBER: _builtins.int
+    policy: Global___VisualKvPolicy.ValueType
+    """The policy under which tokens were chosen. EXACT also when another one was wanted and never took effect: the answer was
+    a single token, no image fills a block, or there was no room where the KV should have gone.
+    """
+    lossy: _builtins.bool
+    """Whether the policy may have changed the answer."""
+    saved_bytes: _builtins.int
+    """Device memory that it saved while tokens were chosen, at most. Bytes, >= 0."""
+    def __init__(
+        self,
+        *,
+        policy: Global___VisualKvPolicy.ValueType = ...,
+        lossy: _builtins.bool = ...,
+        saved_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lossy", b"lossy", "policy", b"policy", "saved_bytes", b"saved_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VisualKvReport: _TypeAlias = VisualKvReport  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):

@@ -300,6 +300,7 @@ class GenerateRequest(_message.Message):
     RAW_PROMPT_FIELD_NUMBER: _builtins.int
     REDUCTION_FIELD_NUMBER: _builtins.int
     DRAFT_FIELD_NUMBER: _builtins.int
+    VISUAL_KV_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name for logs, traces and the response. At most 128 characters of [A-Za-z0-9._:-]; empty (default): the router
     makes one.
@@ -315,6 +316,10 @@ class GenerateRequest(_message.Message):
     raw_prompt: _builtins.bool
     """Continues the text of the only message, which must be of ROLE_USER and hold no image, instead of answering it: no
     chat template is applied. Default false.
+    """
+    visual_kv: _generation_pb2.VisualKvPolicy.ValueType
+    """Where the KV of its images lives while the answer is generated. Default: the worker's `visual_kv`. INVALID_ARGUMENT,
+    reason VISUAL_KV_UNAVAILABLE: the worker is not set up for that policy.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
@@ -349,10 +354,11 @@ class GenerateRequest(_message.Message):
         raw_prompt: _builtins.bool = ...,
         reduction: Global___TokenReduction | None = ...,
         draft: Global___DraftOptions | None = ...,
+        visual_kv: _generation_pb2.VisualKvPolicy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "reduction", b"reduction", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "degradation_policy", b"degradation_policy", "draft", b"draft", "messages", b"messages", "priority", b"priority", "raw_prompt", b"raw_prompt", "reduction", b"reduction", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "degradation_policy", b"degradation_policy", "draft", b"draft", "messages", b"messages", "priority", b"priority", "raw_prompt", b"raw_prompt", "reduction", b"reduction", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "visual_kv", b"visual_kv"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -667,6 +673,7 @@ class Finished(_message.Message):
     DURATIONS_FIELD_NUMBER: _builtins.int
     DEGRADATIONS_FIELD_NUMBER: _builtins.int
     DRAFT_FIELD_NUMBER: _builtins.int
+    VISUAL_KV_FIELD_NUMBER: _builtins.int
     finish_reason: _generation_pb2.FinishReason.ValueType
     """Why it ended."""
     @_builtins.property
@@ -685,6 +692,10 @@ class Finished(_message.Message):
     def draft(self) -> Global___DraftReport:
         """What became of the draft; unset when none was asked for or no image needed encoding."""
 
+    @_builtins.property
+    def visual_kv(self) -> _generation_pb2.VisualKvReport:
+        """What became of the images' KV."""
+
     def __init__(
         self,
         *,
@@ -693,10 +704,11 @@ class Finished(_message.Message):
         durations: _generation_pb2.StageDurations | None = ...,
         degradations: _abc.Iterable[Global___Degradation] | None = ...,
         draft: Global___DraftReport | None = ...,
+        visual_kv: _generation_pb2.VisualKvReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "durations", b"durations", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "durations", b"durations", "usage", b"usage", "visual_kv", b"visual_kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["degradations", b"degradations", "draft", b"draft", "durations", b"durations", "finish_reason", b"finish_reason", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degradations", b"degradations", "draft", b"draft", "durations", b"durations", "finish_reason", b"finish_reason", "usage", b"usage", "visual_kv", b"visual_kv"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

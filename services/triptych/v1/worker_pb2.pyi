@@ -161,10 +161,15 @@ class WorkerGenerateRequest(_message.Message):
     STOPPING_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     DRAFT_FIELD_NUMBER: _builtins.int
+    VISUAL_KV_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """For logs and traces. Required, at most 128 characters."""
     priority: _generation_pb2.Priority.ValueType
     """Scheduling class."""
+    visual_kv: _generation_pb2.VisualKvPolicy.ValueType
+    """Where the KV of its images lives while it decodes. Default: the worker's `visual_kv`. Anything but EXACT needs the
+    features of every image, else FEATURES_REQUIRED.
+    """
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """What to answer."""
@@ -192,10 +197,11 @@ class WorkerGenerateRequest(_message.Message):
         stopping: _generation_pb2.StoppingParameters | None = ...,
         priority: _generation_pb2.Priority.ValueType = ...,
         draft: Global___Draft | None = ...,
+        visual_kv: _generation_pb2.VisualKvPolicy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "prompt", b"prompt", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "visual_kv", b"visual_kv"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -360,6 +366,7 @@ class WorkerFinished(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     DURATIONS_FIELD_NUMBER: _builtins.int
+    VISUAL_KV_FIELD_NUMBER: _builtins.int
     finish_reason: _generation_pb2.FinishReason.ValueType
     """Why it ended."""
     @_builtins.property
@@ -370,16 +377,21 @@ class WorkerFinished(_message.Message):
     def durations(self) -> _generation_pb2.StageDurations:
         """The worker's stages: queue, prefill, decode, time to first token, total."""
 
+    @_builtins.property
+    def visual_kv(self) -> _generation_pb2.VisualKvReport:
+        """What became of the images' KV."""
+
     def __init__(
         self,
         *,
         finish_reason: _generation_pb2.FinishReason.ValueType = ...,
         usage: _generation_pb2.Usage | None = ...,
         durations: _generation_pb2.StageDurations | None = ...,
+        visual_kv: _generation_pb2.VisualKvReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["durations", b"durations", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["durations", b"durations", "usage", b"usage", "visual_kv", b"visual_kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durations", b"durations", "finish_reason", b"finish_reason", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durations", b"durations", "finish_reason", b"finish_reason", "usage", b"usage", "visual_kv", b"visual_kv"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -392,6 +404,9 @@ class ProbeCacheRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_FIELD_NUMBER: _builtins.int
+    VISUAL_KV_FIELD_NUMBER: _builtins.int
+    visual_kv: _generation_pb2.VisualKvPolicy.ValueType
+    """The policy it is to be generated under; as in WorkerGenerateRequest."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """The prompt; features are ignored."""
@@ -400,10 +415,11 @@ class ProbeCacheRequest(_message.Message):
         self,
         *,
         prompt: Global___Prompt | None = ...,
+        visual_kv: _generation_pb2.VisualKvPolicy.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "visual_kv", b"visual_kv"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -424,7 +440,9 @@ class ProbeCacheResponse(_message.Message):
     """Prompt length, in tokens."""
     @_builtins.property
     def images_covered(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """Per image of the prompt, whether all its tokens are among the cached ones."""
+        """Per image of the prompt, whether it needs no features: all its tokens are among the cached ones, and the policy is
+        EXACT.
+        """
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from triptych.config import WorkerSettings
 from triptych.worker.cpu.build import KernelsUnavailable
 from triptych.worker.cpu.decoder import CpuDecoder, WeightFormat
 from triptych.worker.kv.cache import KVCache
+from triptych.worker.kv.low_rank import LowRankBasis
 from triptych.worker.model.config import DecoderConfig
 from triptych.worker.model.decoder import Decoder
 from triptych.worker.model.rotary import Rotary
@@ -26,9 +27,16 @@ _WEIGHT_FORMATS: dict[torch.dtype, WeightFormat] = {
 
 
 def choose_backend(
-    settings: WorkerSettings, config: DecoderConfig, weights: DecoderWeights, cache: KVCache
+    settings: WorkerSettings,
+    config: DecoderConfig,
+    weights: DecoderWeights,
+    cache: KVCache,
+    host: KVCache | None = None,
+    basis: LowRankBasis | None = None,
 ) -> tuple[StepBackend, str]:
     """Returns what computes steps, and its name for the log: the C++ engine on CPU where it works, else torch.
+
+    `host` and `basis` are what segments in host memory, or of principal components, are in.
 
     Raises ValueError when the settings ask for the C++ engine and it cannot be used here.
     """
@@ -40,6 +48,10 @@ def choose_backend(
         tables = (rotary.cosines, rotary.sines)
         try:
             decoder = CpuDecoder(config, weights, tables, cache.keys, cache.values, weight_format)
+            if host is not None:
+                decoder.add_host_cache(host.keys, host.values)
+            if basis is not None:
+                decoder.set_basis(basis)
         except KernelsUnavailable as error:
             if wanted:
                 raise ValueError(f"the C++ engine cannot be used: {error}") from error
@@ -48,4 +60,4 @@ def choose_backend(
             return decoder, f"{decoder.isa} kernels, {weight_format}"
     elif wanted:
         raise ValueError("kernels=native and weights=int8 need device=cpu, and kernels must not be torch")
-    return TorchBackend(Decoder(config, weights), cache), "torch"
+    return TorchBackend(Decoder(config, weights), cache, host, basis), "torch"

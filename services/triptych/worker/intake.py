@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from triptych import tensors
+from triptych.config import WorkerSettings
 from triptych.errors import InvalidRequest
 from triptych.v1 import generation_pb2, inference_pb2, tensor_pb2, worker_pb2
+from triptych.visual_kv import VisualKvPolicy
 from triptych.worker.engine.request import (
     GenerationRequest,
     PriorityClass,
@@ -38,7 +40,7 @@ _MAX_TOP_LOGPROBS = 20
 
 
 def read_request(
-    message: worker_pb2.WorkerGenerateRequest, model: LoadedModel, default_max_tokens: int, arrival_ns: int
+    message: worker_pb2.WorkerGenerateRequest, model: LoadedModel, settings: WorkerSettings, arrival_ns: int
 ) -> GenerationRequest:
     """Validates and tokenizes a request. Takes time in proportion to its size: not for the event loop.
 
@@ -50,7 +52,7 @@ def read_request(
     if message.priority not in _PRIORITIES:
         raise InvalidRequest(f"priority {message.priority} is unknown")
     sampling = _read_sampling(message.sampling)
-    stopping = _read_stopping(message.stopping, default_max_tokens)
+    stopping = _read_stopping(message.stopping, settings.default_max_tokens)
     return GenerationRequest(
         request_id=message.request_id,
         prompt=read_prompt(message.prompt, model),
@@ -59,6 +61,7 @@ def read_request(
         stopping=stopping,
         priority=_PRIORITIES[message.priority],
         cache_salt=message.prompt.cache_salt,
+        visual_kv=read_policy(message.visual_kv, settings),
         arrival_ns=arrival_ns,
     )
 
@@ -87,6 +90,14 @@ def read_final(
         features=tuple(final_features),
         arrival_ns=time.time_ns(),
     )
+
+
+def read_policy(value: int, settings: WorkerSettings) -> VisualKvPolicy:
+    """Returns a visual KV policy, the settings' own where none is named. Raises InvalidRequest when it is unknown."""
+    known = {int(policy.proto): policy for policy in VisualKvPolicy} | {0: settings.visual_kv}
+    if value not in known:
+        raise InvalidRequest(f"visual_kv {value} is unknown")
+    return known[value]
 
 
 def read_prompt(message: worker_pb2.Prompt, model: LoadedModel) -> TokenizedPrompt:

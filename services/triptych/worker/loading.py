@@ -15,6 +15,8 @@ from triptych.worker.engine.runner import Runner
 from triptych.worker.kv.blocks import BlockPool
 from triptych.worker.kv.building import build_hierarchy, pool_shares
 from triptych.worker.kv.cache import KVCache, block_bytes
+from triptych.worker.kv.low_rank import FILE_NAME, LowRankBasis
+from triptych.worker.kv.visual import VisualKv
 from triptych.worker.model.config import DecoderConfig, ModelConfig, load_model_config
 from triptych.worker.model.weights import fingerprint, load_decoder_weights
 from triptych.worker.prompt import PromptEncoder
@@ -67,13 +69,18 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
     prompts = PromptEncoder(model_dir, config.image_token_id)
     weights = load_decoder_weights(model_dir, config.decoder, device, dtype)
     cache = KVCache(config.decoder, blocks, device, dtype)
-    backend, kind = choose_backend(settings, config.decoder, weights, cache)
-    runner = Runner(config.decoder, weights.embedding, cache, backend)
-    draft_model = load_draft_model(settings, draft, config, blocks, device, dtype) if draft else None
     checkpoint = fingerprint(model_dir)
+    host = _host_cache(settings, config.decoder, device, dtype)
+    basis = _basis(settings, config.decoder, checkpoint)
+    backend, kind = choose_backend(settings, config.decoder, weights, cache, host, basis)
+    runner = Runner(config.decoder, weights.embedding, cache, backend)
     hierarchy = build_hierarchy(settings, config.decoder, cache, checkpoint, kind)
-    pool, tokens = BlockPool(blocks, pool_shares(settings), hierarchy), prompts.text_decoder
-    engine = Engine(runner, pool, tokens, config.end_token_ids, settings, config.image_token_id, draft_model, hierarchy)
+    pool = BlockPool(blocks, pool_shares(settings), hierarchy)
+    visual_kv = VisualKv(config.decoder, cache, pool, host, basis, settings.visual_kv_ratio)
+    visual_kv.check(settings.visual_kv)
+    draft_model = load_draft_model(settings, draft, config, blocks, device, dtype) if draft else None
+    tokens, ends, image_token = prompts.text_decoder, config.end_token_ids, config.image_token_id
+    engine = Engine(runner, pool, visual_kv, tokens, ends, settings, image_token, draft_model, hierarchy)
     name = settings.model_name or model_dir.resolve().name
     log.info(
         "loaded %s in %.1f s: %s on %s (%s), %d KV blocks, context of %d tokens",
@@ -86,6 +93,34 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
         engine.context_tokens,
     )
     return LoadedModel(name, checkpoint, config, prompts, engine, device, dtype)
+
+
+def _host_cache(
+    settings: WorkerSettings, config: DecoderConfig, device: torch.device, dtype: torch.dtype
+) -> KVCache | None:
+    """Returns the host memory for visual KV that is offloaded; None when the settings give it less than a block."""
+    blocks = settings.offload_kv_bytes // block_bytes(config, dtype)
+    return KVCache(config, blocks, torch.device("cpu"), dtype, pinned=device.type == "cuda") if blocks else None
+
+
+def _basis(settings: WorkerSettings, config: DecoderConfig, fingerprint: str) -> LowRankBasis | None:
+    """Returns the checkpoint's principal components at the ratio of the settings; None when none were fitted.
+
+    Only a file that the settings name must fit: one that was left beside new weights is no reason not to serve them.
+    """
+    path = settings.visual_kv_basis or settings.model_dir / FILE_NAME
+    if settings.visual_kv_basis is None and not path.is_file():
+        return None
+    if not path.is_file():
+        raise FileNotFoundError(f"visual_kv_basis={path} does not exist; write it with `triptych compress`")
+    try:
+        basis = LowRankBasis.load(path, fingerprint)
+    except ValueError as error:
+        if settings.visual_kv_basis is not None:
+            raise
+        log.warning("compress_visual_low_rank is not available: %s", error)
+        return None
+    return basis.truncated(config.head_dim // settings.visual_kv_ratio)
 
 
 def choose_device(name: str) -> torch.device:

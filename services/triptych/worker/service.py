@@ -13,13 +13,14 @@ from triptych.config import WorkerSettings
 from triptych.errors import TriptychError
 from triptych.telemetry.tracing import extract, tracer
 from triptych.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
+from triptych.visual_kv import VisualKvPolicy
 from triptych.worker import inspection
 from triptych.worker.drafts import DraftedGeneration, Drafts
 from triptych.worker.engine.events import Completed, Event, Load, Queued, Retracted, Text
 from triptych.worker.engine.logprobs import TokenChoice
 from triptych.worker.engine.request import FinishReason
 from triptych.worker.engine.thread import EngineThread
-from triptych.worker.intake import read_final, read_prompt, read_request
+from triptych.worker.intake import read_final, read_policy, read_prompt, read_request
 from triptych.worker.loading import LoadedModel
 from triptych.worker.spans import record_draft, record_stages, stage_durations
 
@@ -69,7 +70,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         drafted: DraftedGeneration | None = None
         try:
             prepared = await asyncio.get_running_loop().run_in_executor(
-                self._tokenizing, read_request, request, self._model, self._settings.default_max_tokens, arrival_ns
+                self._tokenizing, read_request, request, self._model, self._settings, arrival_ns
             )
             if request.HasField("draft"):
                 drafted = self.drafts.begin(request.draft.id, prepared, request.draft.early_text)
@@ -110,6 +111,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         prompt = await asyncio.get_running_loop().run_in_executor(
             self._tokenizing, read_prompt, request.prompt, self._model
         )
+        policy = read_policy(request.visual_kv, self._settings)
         look = await self._engine.call(lambda engine: engine.reuse.look(prompt, request.prompt.cache_salt))
         if self._shared is not None and not all(look.coverage.images):
             look = await asyncio.to_thread(look.further, self._shared.covers)
@@ -117,7 +119,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.ProbeCacheResponse(
             cached_tokens=coverage.cached_tokens,
             prompt_tokens=len(prompt.token_ids),
-            images_covered=coverage.images,
+            images_covered=[covered and policy is VisualKvPolicy.EXACT for covered in coverage.images],
         )
 
     async def InspectCache(self, request: worker_pb2.InspectCacheRequest, context: Context) -> worker_pb2.CacheReport:
@@ -193,6 +195,9 @@ def _to_response(event: Event) -> worker_pb2.WorkerGenerateResponse:
                 output_tokens=usage.output_tokens,
             ),
             durations=stage_durations(event.timeline, time.time_ns()),
+            visual_kv=generation_pb2.VisualKvReport(
+                policy=event.visual_kv.proto, lossy=event.visual_kv.lossy, saved_bytes=event.saved_bytes
+            ),
         )
         return worker_pb2.WorkerGenerateResponse(finished=finished)
     if isinstance(event, Retracted):

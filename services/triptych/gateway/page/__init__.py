@@ -20,6 +20,7 @@ and `triptych` of any chunk, merged as they come (each field is optional):
     timings: {intake, preprocess, encode, queue, prefill, decode, time_to_first_token, total}    seconds
     usage: {text_tokens, visual_tokens, cached_tokens, output_tokens}
     degradations: [{kind, explanation}]
+    visual_kv: {policy, lossy, saved_bytes}
 """
 
 import gzip

@@ -11,8 +11,9 @@ from torch import Tensor
 from triptych.worker.cpu import library as native
 from triptych.worker.cpu.build import KernelsUnavailable
 from triptych.worker.kv.identity import BLOCK_TOKENS
+from triptych.worker.kv.low_rank import LowRankBasis
 from triptych.worker.model.config import DecoderConfig
-from triptych.worker.model.step import SequenceRows, StepResult
+from triptych.worker.model.step import Segment, SequenceRows, StepResult
 from triptych.worker.model.weights import DecoderWeights, LayerWeights
 
 WeightFormat = Literal["fp32", "bf16", "int8"]
@@ -66,8 +67,9 @@ class CpuDecoder:
         cosines, sines = (table.detach().float().contiguous().flatten() for table in rotary)
         if shape.head_dim % 16 or not (shape.head_dim <= 128 or shape.head_dim == 256):
             raise KernelsUnavailable(f"head_dim {shape.head_dim} is not a multiple of 16 up to 128, or 256")
+        self._shape = shape
+        self._caches: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
         self._check_cache(shape, cache_keys, cache_values)
-        self._cache = (tuple(cache_keys), tuple(cache_values))
         self._vocabulary, self._hidden = shape.vocabulary, shape.hidden_size
         best = self._library.triptych_best_isa()
         wanted = isa or os.environ.get("TRIPTYCH_CPU_ISA")
@@ -102,14 +104,26 @@ class CpuDecoder:
             self._add_layer(layer)
         final_norm, head = _plain(weights.final_norm), _plain(weights.head)
         self._check(self._library.triptych_set_head(handle, final_norm.data_ptr(), head.data_ptr()))
-        pointers = [(ctypes.c_void_p * shape.layers)(*(t.data_ptr() for t in tensors)) for tensors in self._cache]
-        cache_type = _CACHE_TYPES[cache_keys[0].dtype]
-        self._check(self._library.triptych_set_cache(handle, *pointers, cache_keys[0].shape[0], cache_type))
+        self._add_cache(cache_keys, cache_values)
+        self._rank = shape.head_dim
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self._library.triptych_destroy(self._handle)
             self._handle = None
+
+    def add_host_cache(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Adds the cache that segments with `host` are in; its tensors must be like the first's and not be resized."""
+        self._check_cache(self._shape, keys, values)
+        if keys[0].dtype != self._caches[0][0][0].dtype or len(self._caches) > 1:
+            raise ValueError("the host cache must have the first one's type, and there can be only one")
+        self._add_cache(keys, values)
+
+    def set_basis(self, basis: LowRankBasis) -> None:
+        """Sets the principal components that segments with `origins` are made of."""
+        tensors = [_plain(t) for t in (basis.keys, basis.key_means, basis.values, basis.value_means)]
+        self._check(self._library.triptych_set_basis(self._handle, *(t.data_ptr() for t in tensors), basis.rank))
+        self._rank = basis.rank
 
     @property
     def isa(self) -> str:
@@ -148,20 +162,27 @@ class CpuDecoder:
         embedded = embedded.float().contiguous()
         rows: list[int] = []
         tables: list[int] = []
+        segments: list[native.Segment] = []
         wanted = 0
-        for sequence in sequences:
+        for index, sequence in enumerate(sequences):
             blocks = -(-sequence.context // BLOCK_TOKENS)
             if len(sequence.blocks) < blocks:
                 raise ValueError(f"{len(sequence.blocks)} blocks do not cover a context of {sequence.context}")
             rows += (sequence.rows, sequence.context, sequence.logits, len(tables))
             tables += sequence.blocks[:blocks]
             wanted += sequence.logits
+            if sequence.segment is not None:
+                segments.append(self._describe(index, sequence.segment, len(tables)))
+                tables += sequence.segment.blocks
+        if positions is None and any(sequence.skipped for sequence in sequences):
+            positions = torch.cat([_positions(sequence) for sequence in sequences])
         if positions is not None:
             if positions.numel() != embedded.shape[0]:
                 raise ValueError(f"{positions.numel()} positions do not fit {embedded.shape[0]} rows")
             positions = positions.to(torch.int32).contiguous()
         described = torch.tensor(rows, dtype=torch.int32)
         table = torch.tensor(tables, dtype=torch.int32)
+        beside = (native.Segment * len(segments))(*segments)
         result = StepResult(
             torch.empty(wanted, self._vocabulary) if logits else None,
             torch.empty(wanted, dtype=torch.int32) if greedy else None,
@@ -174,6 +195,8 @@ class CpuDecoder:
             len(sequences),
             table.data_ptr(),
             None if positions is None else positions.data_ptr(),
+            ctypes.addressof(beside),
+            len(segments),
         )
         taken = native.StepOutput(
             None if result.logits is None else result.logits.data_ptr(),
@@ -183,13 +206,37 @@ class CpuDecoder:
         if self._library.triptych_start_step(self._handle, ctypes.byref(given), ctypes.byref(taken)):
             raise ValueError(self._error())
         # What the step reads and writes must outlive it, whether or not anybody waits for it.
-        self._running = (embedded, described, table, positions, result)
+        self._running = (embedded, described, table, positions, result, beside, tuple(sequences))
 
         def finish() -> StepResult:
             self._library.triptych_await_step(self._handle)
             return result
 
         return finish
+
+    def _describe(self, index: int, segment: Segment, table: int) -> native.Segment:
+        """Checks a segment's sizes, which the engine cannot see."""
+        rank = self._rank if segment.origins is not None else self._shape.head_dim
+        blocks = -(-segment.tokens * rank // (BLOCK_TOKENS * self._shape.head_dim))
+        padded = -(-segment.tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+        if len(segment.blocks) < blocks:
+            raise ValueError(f"{len(segment.blocks)} blocks do not hold a segment of {segment.tokens} tokens")
+        for tensor, dtype, size in (
+            (segment.origins, torch.int32, segment.tokens),
+            (segment.bias, torch.float32, self._shape.layers * padded),
+        ):
+            if tensor is not None and not (
+                tensor.dtype == dtype and tensor.numel() == size and tensor.is_contiguous() and not tensor.is_cuda
+            ):
+                raise ValueError("a segment's origins and bias must be on the CPU, contiguous, int32 and float32")
+        pointers = (None if t is None else t.data_ptr() for t in (segment.origins, segment.bias))
+        return native.Segment(index, int(segment.host), segment.tokens, table, *pointers)
+
+    def _add_cache(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        pointers = [(ctypes.c_void_p * len(keys))(*(t.data_ptr() for t in tensors)) for tensors in (keys, values)]
+        blocks, cache_type = keys[0].shape[0], _CACHE_TYPES[keys[0].dtype]
+        self._check(self._library.triptych_add_cache(self._handle, *pointers, blocks, cache_type))
+        self._caches.append((tuple(keys), tuple(values)))
 
     def _add_layer(self, layer: LayerWeights) -> None:
         names = ("attention_norm", "qkv", "qkv_bias", "attention_output", "mlp_norm", "gate_up", "down")
@@ -214,6 +261,11 @@ class CpuDecoder:
 
     def _error(self) -> str:
         return str(self._library.triptych_last_error().decode(errors="replace"))
+
+
+def _positions(rows: SequenceRows) -> Tensor:
+    end = rows.context + rows.skipped
+    return torch.arange(end - rows.rows, end, dtype=torch.int32)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -33,6 +33,16 @@ class LayerTensors(ctypes.Structure):
     ]
 
 
+class Segment(ctypes.Structure):
+    """Keys that a sequence's only row attends to beside those of its block table."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("sequence", "cache", "tokens", "table")),
+        ("origins", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    ]
+
+
 class StepInput(ctypes.Structure):
     """Addresses of what a step is given."""
 
@@ -43,6 +53,8 @@ class StepInput(ctypes.Structure):
         ("sequence_count", ctypes.c_int32),
         ("tables", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
+        ("segments", ctypes.c_void_p),
+        ("segment_count", ctypes.c_int32),
     ]
 
 
@@ -67,7 +79,8 @@ def load(path: Path) -> ctypes.CDLL:
         ("add_layer", number, pointer, pointer),
         ("set_head", number, pointer, pointer, pointer),
         ("set_rotary", number, pointer, pointer, pointer),
-        ("set_cache", number, pointer, pointer, pointer, number, number),
+        ("add_cache", number, pointer, pointer, pointer, number, number),
+        ("set_basis", number, pointer, pointer, pointer, pointer, pointer, number),
         ("weight_bytes", ctypes.c_size_t, pointer),
         ("isa", number, pointer),
         ("start_step", number, pointer, pointer, pointer),

@@ -28,6 +28,7 @@ from triptych.worker.engine.timeline import ChunkRecord
 from triptych.worker.kv.blocks import BlockPool
 from triptych.worker.kv.hierarchy import Hierarchy
 from triptych.worker.kv.identity import BLOCK_TOKENS
+from triptych.worker.kv.visual import VisualKv
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Engine:
         self,
         runner: Runner,
         pool: BlockPool,
+        visual_kv: VisualKv,
         text_decoder: TokenDecoder,
         end_token_ids: frozenset[int],
         settings: WorkerSettings,
@@ -69,6 +71,7 @@ class Engine:
         self.runner = runner
         self._pool = pool
         self._draft_model = draft_model
+        self._visual_kv = visual_kv
         self._text_decoder = text_decoder
         self._end_token_ids = end_token_ids
         self._settings = settings
@@ -92,11 +95,13 @@ class Engine:
     def submit(self, request: GenerationRequest) -> tuple[Sequence, Queued]:
         """Queues a request. Returns its sequence, which is its handle in `cancel` and in the events of `step`.
 
-        Raises InvalidRequest (PROMPT_TOO_LONG) when it could never run, Overloaded when the queue is full and
-        FeaturesRequired when an image came without features and its KV is not cached. References to KV that cannot be
-        computed again are taken here, so that it cannot be lost afterwards; where it has to come up from a tier first,
-        the request may still fail with FeaturesRequired before its first token.
+        Raises InvalidRequest (PROMPT_TOO_LONG, VISUAL_KV_UNAVAILABLE) when it could never run, Overloaded when the
+        queue is full and FeaturesRequired when an image came without features and its KV is not cached, or is to be
+        set aside. References to KV that cannot be computed again are taken here, so that it cannot be lost afterwards;
+        where it has to come up from a tier first, the request may still fail with FeaturesRequired before its first
+        token.
         """
+        self._visual_kv.check(request.visual_kv)
         prompt = request.prompt
         needed = len(prompt.token_ids) + request.stopping.max_tokens
         if needed > self.context_tokens:
@@ -142,6 +147,7 @@ class Engine:
         Until `finish`, everything else may be called but `start`. Errors of the step become Failed events of the
         sequences that take part; only a broken plan is raised.
         """
+        self._set_visual_kv_aside()
         if self._draft_model is not None:
             self._draft_model.propose(self._running, self._budget)
         for sequence, lost in self.reuse.prepare(self._waiting, self._running):
@@ -211,7 +217,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless pool, queues and sequences agree, and nothing is held when there is no work."""
-        check_books(self._pool, self._waiting, self._running, self.reuse.pins)
+        check_books(self._pool, self._waiting, self._running, self.reuse.pins, self._visual_kv)
         self.reuse.check_integrity()
         if self._draft_model is not None:
             self._draft_model.check_integrity((*self._waiting, *self._running))
@@ -219,6 +225,23 @@ class Engine:
     def close(self, timeout_s: float = 10.0) -> None:
         """Saves the KV that should outlive the engine, as far as the time allows. Nothing may be called afterwards."""
         self.reuse.close(timeout_s)
+
+    def _set_visual_kv_aside(self) -> None:
+        """Applies the policies of sequences whose prompt is computed, where there is room for it by now."""
+        for sequence in list(self._running):
+            if sequence.phase is not Phase.DECODE or sequence.aside is not None:
+                continue
+            request = sequence.request
+            try:
+                aside = self._visual_kv.set_aside(sequence.blocks, request.prompt.spans, request.visual_kv)
+            except Exception as error:
+                log.exception("visual KV could not be set aside")
+                self._news.append(self._fail(sequence, _internal(error)))
+                continue
+            if aside is not None:
+                sequence.aside = aside
+                sequence.visual_kv = aside.policy
+                sequence.saved_bytes = max(sequence.saved_bytes, aside.saved_bytes)
 
     def _take_all(self, sequence: Sequence, chunk: Chunk | None, outcome: Outcome, start_ns: int, now_ns: int) -> None:
         """Notes what a step computed for a sequence, and takes its tokens."""
@@ -271,6 +294,8 @@ class Engine:
     def _discard(self, sequence: Sequence) -> None:
         """Fails a sequence whose numbers are not finite, and lets none of them outlive it."""
         self.reuse.discard(sequence)
+        if sequence.aside is not None:
+            self._visual_kv.wipe(sequence.aside)
         log.error("numbers are not finite; the request failed")
         error = TriptychError("the model's numbers are not finite for this request", reason="NOT_FINITE")
         self._news.append(self._fail(sequence, error))

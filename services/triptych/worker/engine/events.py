@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from triptych.errors import TriptychError
+from triptych.visual_kv import VisualKvPolicy
 from triptych.worker.engine.logprobs import TokenChoice
 from triptych.worker.engine.request import FinishReason
 from triptych.worker.engine.timeline import Timeline
@@ -43,11 +44,21 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The request ended as it should; nothing follows."""
+    """The request ended as it should; nothing follows.
+
+    Attributes:
+        reason: Why.
+        usage: Token counts.
+        timeline: When its stages happened.
+        visual_kv: Policy under which tokens were chosen; EXACT where none took effect.
+        saved_bytes: Device memory that the policy saved while tokens were chosen, at most.
+    """
 
     reason: FinishReason
     usage: Usage
     timeline: Timeline
+    visual_kv: VisualKvPolicy = VisualKvPolicy.EXACT
+    saved_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from enum import Enum, IntEnum
 
 from torch import Tensor
 
+from triptych.visual_kv import VisualKvPolicy
 from triptych.worker.kv.identity import VisualSpan
 
 
@@ -90,6 +91,7 @@ class GenerationRequest:
         stopping: When to stop.
         priority: Scheduling class.
         cache_salt: Separates tenants in the prefix cache.
+        visual_kv: Where the KV of its images lives while it decodes. Anything but EXACT needs features for every image.
         arrival_ns: When the request reached the worker, nanoseconds since the epoch.
     """
 
@@ -100,4 +102,5 @@ class GenerationRequest:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     priority: PriorityClass = PriorityClass.STANDARD
     cache_salt: str = ""
+    visual_kv: VisualKvPolicy = VisualKvPolicy.EXACT
     arrival_ns: int = 0

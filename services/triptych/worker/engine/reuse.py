@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from triptych.config import WorkerSettings
 from triptych.errors import FeaturesRequired
+from triptych.visual_kv import VisualKvPolicy
 from triptych.worker.engine.coverage import Look
 from triptych.worker.engine.pins import Pins, needed_positions
 from triptych.worker.engine.request import TokenizedPrompt
@@ -42,10 +43,12 @@ class Reuse:
 
         Raises FeaturesRequired.
         """
+        policy, needed = sequence.request.visual_kv, needed_positions(sequence)
+        if needed and policy is not VisualKvPolicy.EXACT:
+            raise FeaturesRequired(f"visual KV policy {policy.value} needs the features of every image")
         try:
             self._pin(sequence, others)
         except FeaturesRequired:
-            needed = needed_positions(sequence)
             if self._restorer is None or self._restorer.covered(sequence) < needed:
                 raise
             sequence.needs = needed
@@ -83,7 +86,8 @@ class Reuse:
     def preempt(self, plan: StepPlan) -> None:
         """Sends the KV of those down who are preempted, where bringing it up again is cheaper than computing it."""
         if plan.preempted and self.hierarchy is not None and self.hierarchy.cost.pays("host"):
-            for sequence in plan.preempted:
+            # What was set aside goes with its sequence; what it was made of has been in the cache since.
+            for sequence in (one for one in plan.preempted if one.aside is None):
                 chain = sequence.chain.blocks(sequence.identified)
                 self.hierarchy.save(zip(sequence.blocks, chain, strict=False))
 
@@ -101,7 +105,8 @@ class Reuse:
 
     def offer(self, sequence: Sequence, chunk: Chunk | None) -> None:
         """Makes what was computed reusable: full blocks, and the beginnings of blocks in which an image ends."""
-        if not self._enabled:
+        # What was computed beside KV that was set aside is not, bit for bit, what a cold run computes.
+        if not self._enabled or sequence.aside is not None:
             return
         full = sequence.computed // BLOCK_TOKENS
         if full > sequence.identified:
@@ -125,7 +130,7 @@ class Reuse:
 
     def discard(self, sequence: Sequence) -> None:
         """Makes sure that numbers which are not finite outlive a sequence nowhere."""
-        blocks = sequence.blocks[sequence.identified :]
+        blocks = sequence.blocks[max(0, sequence.identified - sequence.removed_blocks) :]
         self._pool.forget(blocks)
         self._cache.wipe(blocks)
 

@@ -10,7 +10,9 @@ from triptych.errors import IntegrityError
 from triptych.worker.engine.choosing import Chosen, Wanted, choose, confirm
 from triptych.worker.engine.logprobs import TokenLogprobs
 from triptych.worker.engine.scheduler import Chunk, StepPlan
+from triptych.worker.engine.sequence import Sequence as Running
 from triptych.worker.kv.cache import KVCache
+from triptych.worker.kv.identity import BLOCK_TOKENS
 from triptych.worker.model.config import DecoderConfig
 from triptych.worker.model.step import SequenceRows, StepBackend, StepResult
 
@@ -67,6 +69,10 @@ class Runner:
         finish = self.backend.start(self._embed(plan), rows, logits=not greedy, greedy=greedy)
         return lambda: _outcomes(finish(), wanted)
 
+    def embed(self, token_ids: list[int] | tuple[int, ...]) -> Tensor:
+        """Returns the embeddings of tokens, [tokens, hidden], as the backend takes them."""
+        return gather(self._embedding, list(token_ids), self.backend.input_dtype)
+
     def _embed(self, plan: StepPlan) -> Tensor:
         """Returns the embeddings of all rows, decodes first, with images' features in their places."""
         token_ids: list[int] = []
@@ -75,7 +81,7 @@ class Runner:
         row = len(token_ids)
         for chunk in plan.chunks:
             token_ids += chunk.sequence.token_ids[chunk.start : chunk.end]
-        embedded = gather(self._embedding, token_ids, self.backend.input_dtype)
+        embedded = self.embed(token_ids)
         for chunk in plan.chunks:
             for position, features in _features(chunk):
                 first = row + position - chunk.start
@@ -114,13 +120,21 @@ def _outcomes(result: StepResult, wanted: Sequence[Wanted]) -> list[Outcome]:
 
 def _rows(plan: StepPlan) -> list[SequenceRows]:
     decodes = [
-        SequenceRows(1 + len(guess), len(sequence.token_ids) + len(guess), 1 + len(guess), sequence.blocks)
-        for sequence, guess in zip(plan.decodes, plan.guesses, strict=True)
+        _decode_rows(sequence, 1 + len(guess)) for sequence, guess in zip(plan.decodes, plan.guesses, strict=True)
     ]
     chunks = [
         SequenceRows(chunk.tokens, chunk.end, int(chunk.completes), chunk.sequence.blocks) for chunk in plan.chunks
     ]
     return decodes + chunks
+
+
+def _decode_rows(sequence: Running, rows: int) -> SequenceRows:
+    """Describes the last known token and the guesses behind it."""
+    context = len(sequence.token_ids) + rows - 1
+    if sequence.aside is None:
+        return SequenceRows(rows, context, rows, sequence.blocks)
+    skipped = sequence.aside.removed * BLOCK_TOKENS
+    return SequenceRows(rows, context - skipped, rows, sequence.blocks, skipped, sequence.aside.segment)
 
 
 def _guesses(plan: StepPlan) -> list[tuple[int, ...]]:

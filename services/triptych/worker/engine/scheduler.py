@@ -178,7 +178,8 @@ def _admission(sequence: Sequence, pool: BlockPool) -> Admission:
 
 def most_guesses(sequence: Sequence, budget: TokenBudget) -> int:
     """Returns how many guesses fit into the block of the last token, and may still be generated behind the next."""
-    if sequence.chooser.seen is not None:  # A repetition penalty depends on each token before.
+    # A repetition penalty depends on each token before; a sequence with visual KV set aside takes one row.
+    if sequence.chooser.seen is not None or sequence.aside is not None:
         return 0
     known = len(sequence.token_ids)
     return max(0, min(budget.guesses, blocks_for(known) * BLOCK_TOKENS - known, sequence.most_tokens - known - 1))
@@ -194,12 +195,12 @@ def _plan_decodes(running: AgingQueue, pool: BlockPool) -> tuple[list[Sequence],
     for sequence in running:
         if sequence.phase is not Phase.DECODE or sequence in preempted:
             continue
-        needed = blocks_for(len(sequence.token_ids)) - len(sequence.blocks)
+        needed = sequence.missing_blocks
         while needed > available and sequence not in preempted:
             victim = next(victims)
             preempted.append(victim)
-            dropped.update(victim.blocks[victim.pinned :])
-            available += sum(pool.references(block) == dropped[block] for block in victim.blocks[victim.pinned :])
+            dropped.update(victim.releasable_blocks)
+            available += sum(pool.references(block) == dropped[block] for block in victim.releasable_blocks)
         if sequence not in preempted:
             available -= needed
             decodes.append(sequence)
@@ -245,8 +246,9 @@ def commit(plan: StepPlan, waiting: AgingQueue, running: AgingQueue, pool: Block
         for sequence in waiting:
             sequence.overtaken += sequence.rank < last
     for sequence in plan.sequences():
-        while len(sequence.blocks) < blocks_for(len(sequence.token_ids)):
-            sequence.blocks.append(pool.allocate(sequence.is_visual_block(len(sequence.blocks))))
+        while sequence.missing_blocks > 0:
+            place = len(sequence.blocks) + sequence.removed_blocks
+            sequence.blocks.append(pool.allocate(sequence.is_visual_block(place)))
     copies: list[BlockCopy] = []
     for admission in plan.admitted:
         if admission.part is not None:
@@ -258,6 +260,9 @@ def commit(plan: StepPlan, waiting: AgingQueue, running: AgingQueue, pool: Block
 
 def release_blocks(sequence: Sequence, pool: BlockPool, keep: int = 0) -> None:
     """Gives back all blocks of a sequence but the first `keep`, and forgets that they were computed."""
+    if sequence.aside is not None:
+        sequence.aside.release()
+        sequence.aside = None
     pool.release(sequence.blocks[keep:])
     del sequence.blocks[keep:]
     sequence.computed = min(sequence.computed, keep * BLOCK_TOKENS)

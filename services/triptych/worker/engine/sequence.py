@@ -5,14 +5,17 @@ from enum import Enum
 
 from torch import Tensor
 
+from triptych.visual_kv import VisualKvPolicy
 from triptych.worker.detokenizer import TextStream
 from triptych.worker.engine.logprobs import TokenChoice
 from triptych.worker.engine.request import GenerationRequest
 from triptych.worker.engine.sampler import TokenChooser
 from triptych.worker.engine.speculation import Guesser, Guesses
 from triptych.worker.engine.timeline import Timeline
+from triptych.worker.kv.blocks import blocks_for
 from triptych.worker.kv.chain import Chain
 from triptych.worker.kv.identity import BLOCK_TOKENS
+from triptych.worker.kv.visual import Aside
 
 
 class Phase(Enum):
@@ -59,6 +62,9 @@ class Sequence:
         guesser: Guesses the next of them; asked only where the settings want that.
         text: Turns its tokens into text.
         unsent_tokens: Tokens not yet accounted for by a chunk of text.
+        aside: Its visual KV, where that is not in `blocks` any more.
+        visual_kv: Policy under which tokens were chosen so far; EXACT until one takes effect.
+        saved_bytes: Device memory that it saved, at most.
         unsent_choices: How likely these were, if the request asks for that.
         timeline: When its stages happened.
     """
@@ -86,6 +92,9 @@ class Sequence:
         self.chooser = chooser
         self.guesser: Guesses = Guesser(image_token_id)
         self.text = text
+        self.aside: Aside | None = None
+        self.visual_kv = VisualKvPolicy.EXACT
+        self.saved_bytes = 0
         self.unsent_tokens = 0
         self.unsent_choices: list[TokenChoice] = []
         self.timeline = Timeline(request.arrival_ns)
@@ -94,6 +103,21 @@ class Sequence:
     def pending(self) -> int:
         """Positions whose KV is not computed; the last one's logits give the next token."""
         return len(self.token_ids) - self.computed
+
+    @property
+    def removed_blocks(self) -> int:
+        """Blocks that its table lacks because their KV was set aside; all of them hold leading positions."""
+        return self.aside.removed if self.aside else 0
+
+    @property
+    def missing_blocks(self) -> int:
+        """Blocks that its known tokens need and its table lacks."""
+        return blocks_for(len(self.token_ids)) - len(self.blocks) - self.removed_blocks
+
+    @property
+    def releasable_blocks(self) -> list[int]:
+        """Blocks of the device that it gives back when it is preempted."""
+        return [*self.blocks[self.pinned :], *(self.aside.device_blocks if self.aside else ())]
 
     @property
     def output_tokens(self) -> int:

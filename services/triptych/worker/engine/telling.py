@@ -48,7 +48,8 @@ def tell(sequence: Sequence, taken: Taken, decoder: TokenDecoder) -> list[Event]
         sequence.unsent_tokens = 0
         choices.clear()
     if reason is not None:
-        events.append(Completed(reason, _usage(sequence), sequence.timeline))
+        usage = _usage(sequence)
+        events.append(Completed(reason, usage, sequence.timeline, sequence.visual_kv, sequence.saved_bytes))
     return events
 
 

@@ -1,6 +1,7 @@
 """The KV cache's tensors. Which block belongs to whom is `blocks.BlockPool`'s business."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +25,15 @@ class KVCache:
         block_bytes: Size of one block over all layers, in bytes.
     """
 
-    def __init__(self, config: DecoderConfig, blocks: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: DecoderConfig, blocks: int, device: torch.device, dtype: torch.dtype, *, pinned: bool = False
+    ) -> None:
+        """`pinned`: in host memory that CUDA can copy from and to by itself."""
         self.block_bytes = block_bytes(config, dtype)
         shape = (blocks, BLOCK_TOKENS, config.kv_heads, config.head_dim)
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.layers)]
+        options: dict[str, Any] = {"device": device, "dtype": dtype, "pin_memory": pinned}
+        self.keys = [torch.zeros(shape, **options) for _ in range(config.layers)]
+        self.values = [torch.zeros(shape, **options) for _ in range(config.layers)]
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from triptych.worker.model.segments import SegmentedRow
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeView:
@@ -48,11 +50,13 @@ class AttentionBatch:
         slots: For each token, block id * block_tokens + offset: where its key and value go, [tokens].
         decodes: The decode rows, or None.
         chunks: The prefill chunks.
+        beside: Decode rows that attend to more than their block table; `paged_attention` leaves that out.
     """
 
     slots: Tensor
     decodes: DecodeView | None
     chunks: tuple[ChunkView, ...]
+    beside: tuple[SegmentedRow, ...] = ()
 
 
 def view_decodes(

@@ -65,6 +65,8 @@ class Decoder:
         queries, keys = turned[:, : config.heads], turned[:, config.heads :]
         cache.write(index, batch.slots, keys, projected[:, config.heads + config.kv_heads :])
         attended = paged_attention(queries, cache.keys[index], cache.values[index], batch)
+        for beside in batch.beside:
+            attended[beside.row] = beside.attend(queries[beside.row], index)
         return linear(attended.flatten(1), layer.attention_output)
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -8,20 +8,43 @@ import torch
 from torch import Tensor
 
 
+class Segment(NamedTuple):
+    """Keys that a sequence's rows attend to beside those of its block table; all of them stand before the rows.
+
+    Attributes:
+        blocks: Block ids.
+        tokens: How many keys they hold; > 0.
+        host: Whether the blocks are those of the second cache, in host memory, rather than of the step's own.
+        origins: Positions by which the keys turn once they are expanded, [tokens], int32, on the CPU; None unless the
+            blocks hold principal components.
+        bias: Added to the scores, [layers, tokens rounded up to 16], float32, on the CPU; None adds nothing.
+    """
+
+    blocks: Sequence[int]
+    tokens: int
+    host: bool = False
+    origins: Tensor | None = None
+    bias: Tensor | None = None
+
+
 class SequenceRows(NamedTuple):
     """Trailing positions of one sequence.
 
     Attributes:
         rows: How many positions to compute, more than 0.
-        context: Positions up to the last of them, cached ones included.
+        context: Positions in `blocks` up to the last of them, cached ones included.
         logits: For how many of the last rows logits are wanted.
         blocks: Block ids that cover `context`; may be more.
+        skipped: Earlier positions of the sequence that are not in `blocks`.
+        segment: What stands for those; the sequence then has one row.
     """
 
     rows: int
     context: int
     logits: int
     blocks: Sequence[int]
+    skipped: int = 0
+    segment: Segment | None = None
 
 
 @dataclass(frozen=True, slots=True)

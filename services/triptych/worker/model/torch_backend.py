@@ -1,24 +1,34 @@
 """Decoder steps in plain torch: on CUDA, and on CPU where the C++ engine cannot be built."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from triptych.worker.kv.cache import KVCache
 from triptych.worker.kv.identity import BLOCK_TOKENS
+from triptych.worker.kv.low_rank import LowRankBasis
 from triptych.worker.model.attention import AttentionBatch, ChunkView, view_chunk, view_decodes
 from triptych.worker.model.decoder import Decoder
+from triptych.worker.model.rotary import Rotary
+from triptych.worker.model.segments import Segments
 from triptych.worker.model.step import SequenceRows, StepResult
 
 
 class TorchBackend:
     """A decoder and the cache's tensors."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, host: KVCache | None = None, basis: LowRankBasis | None = None
+    ) -> None:
+        """`host` and `basis` are what segments in host memory, or of principal components, are in."""
         self.input_dtype = decoder.weights.embedding.dtype
         self._decoder = decoder
         self._cache = cache
+        config, device = decoder.config, cache.keys[0].device
+        rotary = Rotary(config.rope, config.head_dim, config.context_tokens, device, torch.float32)
+        self._segments = Segments(cache, host, basis, rotary)
 
     def start(
         self, embedded: Tensor, sequences: Sequence[SequenceRows], *, logits: bool = True, greedy: bool = False
@@ -31,6 +41,8 @@ class TorchBackend:
     def _step(self, embedded: Tensor, sequences: Sequence[SequenceRows], *, logits: bool, greedy: bool) -> StepResult:
         """Single rows are computed together and must come first."""
         positions, batch = _describe(sequences, embedded.device)
+        if any(sequence.segment is not None for sequence in sequences):
+            batch = replace(batch, beside=self._segments.views(sequences))
         hidden = self._decoder.forward(embedded, positions, batch, self._cache)
         ends: list[int] = []
         wanted: list[int] = []
@@ -53,7 +65,7 @@ def _describe(sequences: Sequence[SequenceRows], device: torch.device) -> tuple[
     while singles < len(sequences) and sequences[singles].rows == 1:
         singles += 1
     slots: list[Tensor] = []
-    positions = [sequence.context - 1 for sequence in sequences[:singles]]
+    positions = [sequence.context + sequence.skipped - 1 for sequence in sequences[:singles]]
     decodes = None
     if singles:
         tables = [sequence.blocks for sequence in sequences[:singles]]
@@ -72,6 +84,6 @@ def _describe(sequences: Sequence[SequenceRows], device: torch.device) -> tuple[
         places = torch.arange(start, sequence.context, device=device)
         slots.append(table[places // BLOCK_TOKENS] * BLOCK_TOKENS + places % BLOCK_TOKENS)
         chunks.append(view_chunk(row, start, sequence.rows, table))
-        positions += range(start, sequence.context)
+        positions += range(start + sequence.skipped, sequence.context + sequence.skipped)
         row += sequence.rows
     return torch.tensor(positions, device=device), AttentionBatch(torch.cat(slots), decodes, tuple(chunks))

@@ -9,6 +9,7 @@
  * @property {Record<string, number>} [timings] seconds per stage
  * @property {Usage} [usage]
  * @property {{kind: string, explanation: string}[]} [degradations]
+ * @property {{policy: string, lossy: boolean, saved_bytes: number}} [visual_kv]
  *
  * @typedef {{width: number, height: number, encoded_side: number, visual_tokens: number, source: string}} ImageReport
  *

@@ -55,6 +55,9 @@ export class Turn {
       this.#note("Cut off at the most tokens allowed. The settings raise it; “go on” continues.");
     }
     for (const { explanation } of report.degradations ?? []) this.#note(`Not as asked: ${explanation}`, "degraded");
+    if (report.visual_kv?.lossy) {
+      this.#note(`Visual KV was compressed (${report.visual_kv.policy}): the answer may differ for it.`, "degraded");
+    }
     this.#drawReport(report, jaegerUrl);
   }
 

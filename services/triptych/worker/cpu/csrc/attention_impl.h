@@ -129,6 +129,9 @@ static void decode_part_of(const AttentionShape& shape, const float* queries, co
       alignas(64) float scores[8][kMaxPartTokens];
       score_part<T, V>(keys, queries + head * head_dim, heads, first, count, context, scores);
       for (int h = 0; h < heads; ++h) {
+        if (range.bias)
+          for (int t = 0; t < count; t += 16)
+            store(scores[h] + t, load<F16>(scores[h] + t) + load<F16>(range.bias + first + t));
         F16 largest = load<F16>(scores[h]), total{};
         for (int t = 16; t < count; t += 16) largest = max(load<F16>(scores[h] + t), largest);
         const float top = maximum(largest);

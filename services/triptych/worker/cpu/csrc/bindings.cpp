@@ -57,9 +57,14 @@ int triptych_set_rotary(void* handle, const float* cosines, const float* sines) 
   return guarded([&] { decoder_of(handle)->set_rotary(cosines, sines); });
 }
 
-int triptych_set_cache(void* handle, void* const* keys, void* const* values, int blocks, int type) {
+int triptych_add_cache(void* handle, void* const* keys, void* const* values, int blocks, int type) {
   return guarded(
-      [&] { decoder_of(handle)->set_cache(keys, values, blocks, static_cast<triptych::CacheType>(type)); });
+      [&] { decoder_of(handle)->add_cache(keys, values, blocks, static_cast<triptych::CacheType>(type)); });
+}
+
+int triptych_set_basis(void* handle, const float* keys, const float* key_means, const float* values,
+                       const float* value_means, int rank) {
+  return guarded([&] { decoder_of(handle)->set_basis(keys, key_means, values, value_means, rank); });
 }
 
 size_t triptych_weight_bytes(void* handle) { return decoder_of(handle)->weight_bytes(); }

@@ -19,6 +19,8 @@ constexpr int kQueryRows = 96;
 constexpr int kKeyTokens = 64;
 // Most keys of one decode part.
 constexpr int kMaxPartTokens = 256;
+// Most principal components of a key or value.
+constexpr int kMaxRank = 256;
 // Rows that buffers have in excess, because AMX reads and writes sixteen at a time.
 constexpr int kSpareRows = 32;
 
@@ -53,12 +55,20 @@ struct AttentionShape {
   void* values;
 };
 
-// Positions of one sequence, which has `context` of them in its table.
+// Positions of one sequence, which has `context` of them in its table. `first` is a multiple of 16.
 struct KeyRange {
   const int32_t* table;
   int first;
   int count;
   int context;
+  const float* bias;  // Added to the score of each key, from position 0 on, up to a multiple of 16; or null.
+};
+
+// Rows of heads, each `rank` coefficients of basis vectors around a mean (principal components).
+struct Basis {
+  const float* vectors;  // [kv_heads, rank, head_dim]
+  const float* mean;     // [kv_heads, head_dim]
+  int rank;
 };
 
 // What a decode part leaves: for each head the sum of exp(score - largest) * value, then largest, then the sum of exp.
@@ -88,6 +98,10 @@ struct Kernels {
   void (*write_cache)(const float* from, int n, CacheType type, void* to);
   // All heads of one query over at most kMaxPartTokens keys. queries are scaled.
   void (*decode_part)(const AttentionShape& shape, const float* queries, const KeyRange& range, float* partial);
+  // Keys or values of `count` tokens from the coefficients [tokens, kv_heads, rank] that blocks hold, 16 * head_dim / rank
+  // tokens a block; written as floats [count, kv_heads, head_dim].
+  void (*expand)(const AttentionShape& shape, const void* coefficients, const Basis& basis, const KeyRange& range,
+                 float* to);
   // Joins the parts of one query and writes [heads * head_dim] activations.
   void (*join_parts)(const float* partials, int parts, int heads, int head_dim, void* activations);
   // One KV head's group over `tokens` queries at positions from `position` on, tokens * group <= kQueryRows.

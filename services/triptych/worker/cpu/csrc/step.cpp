@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <stdexcept>
 
 #include "buffers.h"
 
@@ -11,13 +12,6 @@ namespace {
 
 // Up to this many rows, every thread normalises all of them for itself: cheaper than waiting for each other.
 constexpr int kPrivateRows = 4;
-// Contexts up to this long are split finely, so that one sequence keeps all threads busy. The split depends on the
-// context alone: a sequence's result does not depend on the batch around it.
-constexpr int kShortContext = 1024;
-constexpr int kShortPart = 64;
-static_assert(kShortPart <= kMaxPartTokens);
-
-int part_tokens(int context) { return context <= kShortContext ? kShortPart : kMaxPartTokens; }
 
 int divide_up(int a, int b) { return (a + b - 1) / b; }
 
@@ -74,85 +68,27 @@ void Decoder::set_rotary(const float* cosines, const float* sines) {
   sines_.assign(sines, sines + n);
 }
 
-void Decoder::set_cache(void* const* keys, void* const* values, int blocks, CacheType type) {
+void Decoder::add_cache(void* const* keys, void* const* values, int blocks, CacheType type) {
   const size_t element = type == CacheType::kF32 ? 4 : 2;
   const size_t bytes = element * blocks * kBlockTokens * shape_.kv_heads * shape_.head_dim;
   for (int layer = 0; layer < shape_.layers; ++layer) {
     prefer_huge_pages(keys[layer], bytes);
     prefer_huge_pages(values[layer], bytes);
   }
-  keys_.assign(keys, keys + shape_.layers);
-  values_.assign(values, values + shape_.layers);
-  blocks_ = blocks;
+  caches_.push_back({{keys, keys + shape_.layers}, {values, values + shape_.layers}, blocks});
   cache_type_ = type;
 }
 
-bool Decoder::accepts(const StepInput& input) const {
-  if (int(layers_.size()) != shape_.layers || !head_.data || cosines_.empty() || keys_.empty()) return false;
-  long tokens = 0;
-  for (int s = 0; s < input.sequence_count; ++s) {
-    const SequenceRows& q = input.sequences[s];
-    if (q.rows <= 0 || q.rows > q.context || q.logits < 0 || q.logits > q.rows) return false;
-    if (!input.positions && q.context > shape_.positions) return false;
-    for (int b = 0; b < divide_up(q.context, kBlockTokens); ++b) {
-      const int32_t block = input.tables[q.table + b];
-      if (block < 0 || block >= blocks_) return false;
-    }
-    tokens += q.rows;
-  }
-  if (input.positions)
-    for (int row = 0; row < input.tokens; ++row)
-      if (input.positions[row] < 0 || input.positions[row] >= shape_.positions) return false;
-  return tokens == input.tokens && tokens > 0;
-}
-
-void Decoder::plan(const StepInput& input) {
-  plan_.rows.clear();
-  last_plan_.rows.clear();
-  slots_.clear();
-  angles_.clear();
-  logit_rows_.clear();
-  int first = 0, out = 0;
-  for (int s = 0; s < input.sequence_count; ++s) {
-    const SequenceRows& q = input.sequences[s];
-    const int32_t* table = input.tables + q.table;
-    const int start = q.context - q.rows;
-    for (int position = start; position < q.context; ++position) {
-      slots_.push_back(table[position / kBlockTokens] * kBlockTokens + position % kBlockTokens);
-      angles_.push_back(input.positions ? input.positions[first + position - start] : position);
-    }
-    // The last row is always wanted: it tells whether the sequence's numbers are finite.
-    const int wanted = std::max(1, q.logits), skipped = q.rows - wanted;
-    plan_.rows.push_back({first, first, q.rows, start, table});
-    last_plan_.rows.push_back({first + skipped, out, wanted, start + skipped, table});
-    for (int i = wanted - q.logits; i < wanted; ++i) logit_rows_.push_back(out + i);
-    first += q.rows;
-    out += wanted;
-  }
-  plan_.out_rows = first;
-  last_plan_.out_rows = out;
-  plan_items(plan_);
-  plan_items(last_plan_);
-}
-
-void Decoder::plan_items(AttentionPlan& plan) const {
-  plan.items.clear();
-  plan.partials = 0;
-  const int tile = std::max(1, kQueryRows / (shape_.heads / shape_.kv_heads));
-  for (int r = 0; r < int(plan.rows.size()); ++r) {
-    const Rows& rows = plan.rows[r];
-    if (rows.count == 1) {
-      const int context = rows.position + 1, size = part_tokens(context), parts = divide_up(context, size);
-      for (int part = 0; part < parts; ++part)
-        plan.items.push_back(
-            {r, 0, part * size, std::min(size, context - part * size), part, parts, plan.partials});
-      plan.partials += parts;
-      continue;
-    }
-    for (int first = 0; first < rows.count; first += tile)
-      for (int kv_head = 0; kv_head < shape_.kv_heads; ++kv_head)
-        plan.items.push_back({r, kv_head, first, std::min(tile, rows.count - first), 0, 0, 0});
-  }
+void Decoder::set_basis(const float* keys, const float* key_means, const float* values, const float* value_means,
+                        int rank) {
+  if (rank < 1 || rank > kMaxRank || kBlockTokens * shape_.head_dim % rank)
+    throw std::invalid_argument("a rank must divide 16 * head_dim and be at most 256");
+  const size_t means = size_t(shape_.layers) * shape_.kv_heads * shape_.head_dim, vectors = means * rank;
+  low_rank_ = {{keys, keys + vectors},
+               {key_means, key_means + means},
+               {values, values + vectors},
+               {value_means, value_means + means},
+               rank};
 }
 
 // One running step; every thread calls `run`.
@@ -171,7 +107,9 @@ class Decoder::Step {
   void multiply(Team& team, const Product& product) const;
   void rotate_and_write(Team& team, int layer) const;
   void attend(Team& team, int layer, const AttentionPlan& plan) const;
-  void attend_part(const AttentionShape& shape, const AttentionPlan& plan, const AttentionItem& item) const;
+  AttentionShape cache_at(int cache, int layer) const;
+  void attend_part(Team& team, int layer, const AttentionPlan& plan, const AttentionItem& item) const;
+  void attend_segment(Team& team, int layer, const float* queries, const AttentionItem& item, float* partial) const;
   void keep_wanted_rows() const;
   void finish(Team& team);
 
@@ -210,8 +148,9 @@ Decoder::Step::Step(Decoder& decoder, const StepInput& input, const StepOutput& 
   b_.partials.reserve(4 * partials * partial_floats(s_.heads, s_.head_dim));
   if (!output.logits && output.greedy) b_.logits.reserve(4 * d_.logit_rows_.size() * s_.vocabulary);
   const size_t widest = std::max({ld_hidden_, ld_attended_, ld_gated_});
-  b_.scratch_stride = round_up(
-      std::max(k_.multiply_scratch(static_cast<int>(widest)), k_.prefill_scratch(s_.head_dim)) + 64, 4096);
+  const size_t expanded = d_.low_rank_.rank ? sizeof(float) * 2 * kMaxPartTokens * keys_ : 0;
+  b_.scratch_stride = round_up(std::max({k_.multiply_scratch(static_cast<int>(widest)),
+                                         k_.prefill_scratch(s_.head_dim), expanded}) + 64, 4096);
   b_.scratch.reserve(b_.scratch_stride * d_.pool_.threads());
   b_.own_normed.reserve(element_ * d_.pool_.threads() * (kPrivateRows + kSpareRows) * ld_hidden_);
   if (b_.parts_done.size() < d_.plan_.rows.size())
@@ -280,6 +219,7 @@ void Decoder::Step::rotate_and_write(Team& team, int layer) const {
   const int half = s_.head_dim / 2;
   const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(s_.head_dim));
   const size_t bytes = d_.cache_type_ == CacheType::kF32 ? 4 : 2;
+  const Cache& cache = d_.caches_[0];
   team.for_each(input_.tokens, [&](long row) {
     float* queries = b_.qkv.floats() + row * qkv_;
     float* keys = queries + queries_;
@@ -288,18 +228,17 @@ void Decoder::Step::rotate_and_write(Team& team, int layer) const {
     k_.rotate(queries, s_.heads, s_.head_dim, cosines, sines, scale);
     k_.rotate(keys, s_.kv_heads, s_.head_dim, cosines, sines, 1.0f);
     const size_t offset = bytes * keys_ * d_.slots_[row];
-    k_.write_cache(keys, keys_, d_.cache_type_, static_cast<std::byte*>(d_.keys_[layer]) + offset);
-    k_.write_cache(keys + keys_, keys_, d_.cache_type_, static_cast<std::byte*>(d_.values_[layer]) + offset);
+    k_.write_cache(keys, keys_, d_.cache_type_, static_cast<std::byte*>(cache.keys[layer]) + offset);
+    k_.write_cache(keys + keys_, keys_, d_.cache_type_, static_cast<std::byte*>(cache.values[layer]) + offset);
   });
 }
 
 void Decoder::Step::attend(Team& team, int layer, const AttentionPlan& plan) const {
-  const AttentionShape shape{s_.heads,       s_.kv_heads,      s_.head_dim,
-                             d_.cache_type_, d_.keys_[layer], d_.values_[layer]};
+  const AttentionShape shape = cache_at(0, layer);
   const int group = s_.heads / s_.kv_heads;
   team.for_each(long(plan.items.size()), [&](long i) {
     const AttentionItem& item = plan.items[i];
-    if (item.parts) return attend_part(shape, plan, item);
+    if (item.parts) return attend_part(team, layer, plan, item);
     const Rows& rows = plan.rows[item.rows];
     const float* queries =
         b_.qkv.floats() + size_t(rows.first + item.first) * qkv_ + item.kv_head * group * s_.head_dim;
@@ -308,17 +247,55 @@ void Decoder::Step::attend(Team& team, int layer, const AttentionPlan& plan) con
   });
 }
 
-void Decoder::Step::attend_part(const AttentionShape& shape, const AttentionPlan& plan,
-                                const AttentionItem& item) const {
+AttentionShape Decoder::Step::cache_at(int cache, int layer) const {
+  const Cache& c = d_.caches_[cache];
+  return {s_.heads, s_.kv_heads, s_.head_dim, d_.cache_type_, c.keys[layer], c.values[layer]};
+}
+
+void Decoder::Step::attend_part(Team& team, int layer, const AttentionPlan& plan, const AttentionItem& item) const {
   const Rows& rows = plan.rows[item.rows];
   const size_t stride = partial_floats(s_.heads, s_.head_dim);
   float* partials = b_.partials.floats() + item.first_part * stride;
-  k_.decode_part(shape, b_.qkv.floats() + size_t(rows.first) * qkv_, {rows.table, item.first, item.count, rows.position + 1},
-                 partials + item.part * stride);
+  const float* queries = b_.qkv.floats() + size_t(rows.first) * qkv_;
+  float* partial = partials + item.part * stride;
+  if (item.segment) {
+    attend_segment(team, layer, queries, item, partial);
+  } else {
+    k_.decode_part(cache_at(0, layer), queries, {rows.table, item.first, item.count, rows.position + 1, nullptr},
+                   partial);
+  }
   std::atomic<int>& done = b_.parts_done[item.rows];
   if (item.parts > 1 && done.fetch_add(1, std::memory_order_acq_rel) + 1 < item.parts) return;
   done.store(0, std::memory_order_relaxed);
   k_.join_parts(partials, item.parts, s_.heads, s_.head_dim, activations(b_.attended, rows.out, ld_attended_));
+}
+
+void Decoder::Step::attend_segment(Team& team, int layer, const float* queries, const AttentionItem& item,
+                                   float* partial) const {
+  const Segment& segment = *item.segment;
+  AttentionShape shape = cache_at(segment.cache, layer);
+  const KeyRange range{input_.tables + segment.table, item.first, item.count, segment.tokens,
+                       segment.bias ? segment.bias + layer * round_up(segment.tokens, kBlockTokens) : nullptr};
+  if (!segment.origins) return k_.decode_part(shape, queries, range, partial);
+  const LowRank& low_rank = d_.low_rank_;
+  const size_t means = size_t(layer) * keys_, vectors = means * low_rank.rank;
+  float* keys = reinterpret_cast<float*>(scratch(team));
+  float* values = keys + size_t(kMaxPartTokens) * keys_;
+  k_.expand(shape, shape.keys, {&low_rank.keys[vectors], &low_rank.key_means[means], low_rank.rank}, range, keys);
+  k_.expand(shape, shape.values, {&low_rank.values[vectors], &low_rank.value_means[means], low_rank.rank}, range,
+            values);
+  const int half = s_.head_dim / 2;
+  for (int t = 0; t < item.count; ++t) {
+    const size_t angle = size_t(segment.origins[item.first + t]) * half;
+    k_.rotate(keys + size_t(t) * keys_, s_.kv_heads, s_.head_dim, d_.cosines_.data() + angle, d_.sines_.data() + angle,
+              1.0f);
+  }
+  static constexpr int32_t kInOrder[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  static_assert(sizeof(kInOrder) == sizeof(int32_t) * kMaxPartTokens / kBlockTokens);
+  shape.cache_type = CacheType::kF32;
+  shape.keys = keys;
+  shape.values = values;
+  k_.decode_part(shape, queries, {kInOrder, 0, item.count, item.count, nullptr}, partial);
 }
 
 // Moves the rows of the residual stream that the last layer continues with to the front.

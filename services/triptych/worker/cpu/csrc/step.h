@@ -32,6 +32,17 @@ struct SequenceRows {
   int32_t table;    // Where its block table begins in StepInput::tables; covers `context`.
 };
 
+// Keys that a sequence's only row attends to beside those of its block table, all of them before it. Layout shared with
+// library.py. With origins the blocks hold principal components, else keys and values as the step's own cache does.
+struct Segment {
+  int32_t sequence;        // Whose; segments are in the order of the sequences.
+  int32_t cache;           // 0: the step's own; 1: the second one.
+  int32_t tokens;          // > 0.
+  int32_t table;           // Where its blocks begin in StepInput::tables.
+  const int32_t* origins;  // [tokens]: rows of the rotary tables by which expanded keys turn; or null.
+  const float* bias;       // [layers, tokens rounded up to 16], added to scores; or null.
+};
+
 struct StepInput {
   const float* embedded;  // [tokens, hidden]: rows of all sequences in a row.
   int32_t tokens;
@@ -39,6 +50,8 @@ struct StepInput {
   int32_t sequence_count;
   const int32_t* tables;
   const int32_t* positions;  // [tokens], for the rotary embedding; null: the places in the sequences.
+  const Segment* segments;
+  int32_t segment_count;
 };
 
 struct StepOutput {
@@ -67,8 +80,12 @@ class Decoder {
   void add_layer(const LayerTensors& tensors);
   void set_head(const float* final_norm, const float* head);
   void set_rotary(const float* cosines, const float* sines);  // [positions, head_dim / 2]
-  // The cache is not copied; layers' tensors [blocks, 16, kv_heads, head_dim].
-  void set_cache(void* const* keys, void* const* values, int blocks, CacheType type);
+  // Adds a cache, which is not copied; layers' tensors [blocks, 16, kv_heads, head_dim]. Steps write into the first; all
+  // have its type.
+  void add_cache(void* const* keys, void* const* values, int blocks, CacheType type);
+  // Principal components of keys before their rotation, and of values: vectors [layers, kv_heads, rank, head_dim] and
+  // means [layers, kv_heads, head_dim]. rank divides 16 * head_dim and is at most head_dim.
+  void set_basis(const float* keys, const float* key_means, const float* values, const float* value_means, int rank);
 
   // Begins a step, after the one before has ended; what `input` and `output` point at must live until `wait` returns.
   // Returns false, having changed nothing, if the input does not fit the decoder.
@@ -84,6 +101,14 @@ class Decoder {
     std::vector<float> attention_norm, mlp_norm, qkv_bias;
     Panels qkv, output, gate_up, down;
   };
+  struct Cache {
+    std::vector<void*> keys, values;
+    int blocks;
+  };
+  struct LowRank {
+    std::vector<float> keys, key_means, values, value_means;
+    int rank = 0;
+  };
   // Rows of one sequence whose attention is computed.
   struct Rows {
     int first;     // Row of the first query.
@@ -91,12 +116,15 @@ class Decoder {
     int count;
     int position;  // Place of the first in its sequence.
     const int32_t* table;
+    const Segment* segments;
+    int segment_count;
   };
   // Work for one thread: a tile of queries of one KV head, or, when `parts` is not 0, a part of the keys of one query.
   struct AttentionItem {
     int rows;  // Index of the Rows.
     int kv_head, first, count;
     int part, parts, first_part;
+    const Segment* segment;  // Whose keys; null: those of the block table.
   };
   struct AttentionPlan {
     std::vector<Rows> rows;
@@ -108,6 +136,7 @@ class Decoder {
   class Step;
 
   bool accepts(const StepInput& input) const;
+  bool accepts(const Segment& segment, const StepInput& input) const;
   void plan(const StepInput& input);
   void plan_items(AttentionPlan& plan) const;
 
@@ -119,10 +148,9 @@ class Decoder {
   std::vector<Layer> layers_;
   std::vector<float> final_norm_, cosines_, sines_;
   Panels head_;
-  std::vector<void*> keys_, values_;
+  std::vector<Cache> caches_;
   CacheType cache_type_ = CacheType::kF32;
-
-  int blocks_ = 0;
+  LowRank low_rank_;
 
   std::unique_ptr<Buffers> buffers_;  // Grown as needed and kept.
   AttentionPlan plan_;                // Of all layers but the last,

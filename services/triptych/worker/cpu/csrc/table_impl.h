@@ -4,6 +4,7 @@
 
 #include "attention_impl.h"
 #include "elementwise_impl.h"
+#include "expand_impl.h"
 #include "gemm_impl.h"
 #include "kernels.h"
 #if defined(TRIPTYCH_BF16)
@@ -96,6 +97,7 @@ const Kernels kTable = {
     rotate,
     write_cache,
     decode_part,
+    expand,
     join_parts<Activation>,
     prefill_tile<Activation>,
     argmax,
