@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from triptych.commands import bench_cache, bench_encoder, bench_engine, bench_peers, bench_vision
+from triptych.commands import bench_cache, bench_encoder, bench_engine, bench_peers, bench_vision, bench_visual_kv
 
 if TYPE_CHECKING:  # The command line starts quickly: what measures is imported when something is measured.
     from triptych.bench.benchmark import GoodputPlan, Plan
@@ -24,6 +24,7 @@ app.command()(bench_engine.draft)
 app.command()(bench_engine.model)
 app.command()(bench_peers.peers)
 app.command()(bench_vision.vision)
+app.command()(bench_visual_kv.visual_kv)
 
 SCENARIO_NAMES = ("text", "one-image", "four-images", "repeated-image", "multi-turn", "mixed", "text-bursts")
 DEFAULT_URL = "http://127.0.0.1:8080/v1"

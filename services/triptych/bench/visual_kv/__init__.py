@@ -1,0 +1,1 @@
+"""What the visual KV policies save, cost and lose, at a realistic shape."""
