@@ -61,7 +61,7 @@ def visual_kv(
     console.print(table)
     if report is not None:
         title = f"{folder.name}, {dtype}, ratio {ratio}; exact answers of models/demo on {count} held-out scenes:"
-        replace_section(report, "policies", [title, "", *table_lines(HEADINGS, rows)])
+        replace_section(report, "policies", f"{title}\n\n{table_lines(HEADINGS, rows)}")
     if as_json:
         keys: dict[str, object] = {f"{policy.value}_exact": right / asked for policy, (right, asked) in answers.items()}
         keys |= {"machine": platform.processor() or platform.machine(), "model": folder.name, "ratio": int(ratio)}
