@@ -110,7 +110,9 @@ class WorkerSettings(BaseSettings):
         description="where visual KV of running requests lives once their prompt is computed, for requests that do not "
         "say: exact; offload_visual: in host memory, exact; compress_visual_low_rank, compress_visual_merge: lossy",
     )
-    visual_kv_ratio: Literal[2, 4, 8] = Field(4, description="how many times smaller compressed visual KV is")
+    visual_kv_ratio: int = Field(
+        4, ge=2, le=16, description="how many times smaller compressed visual KV is; divides the model's head_dim"
+    )
     visual_kv_basis: Path | None = Field(
         None,
         description="file of `triptych compress`, for compress_visual_low_rank; unset: visual_kv.components in "

@@ -208,6 +208,8 @@ def test_low_rank_needs_components_fitted_for_these_weights(folder: Path, tmp_pa
     stale = load(other)
     with pytest.raises(InvalidRequest, match="triptych compress"):
         stale.engine.submit(about(stale, 1, VisualKvPolicy.LOW_RANK))
+    with pytest.raises(ValueError, match="visual_kv_ratio"):
+        load(folder, visual_kv_ratio=3)
     (other / FILE_NAME).write_bytes((folder / FILE_NAME).read_bytes()[:100])
     with pytest.raises(ValueError, match="damaged"):
         load(other, visual_kv_basis=other / FILE_NAME)

@@ -34,7 +34,7 @@ Answers = dict[VisualKvPolicy, tuple[int, int]]
 def visual_kv(
     model: Annotated[Path | None, typer.Option(help="checkpoint folder; unset: that of `triptych bench model`")] = None,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="of weights and cache")] = "bfloat16",
-    ratio: Annotated[Literal["2", "4", "8"], typer.Option(help="how many times smaller compressed KV is")] = "4",
+    ratio: Annotated[int, typer.Option(min=2, max=16, help="how many times smaller compressed KV is")] = 4,
     count: Annotated[int, typer.Option(min=1, help="held-out scenes the demo model is asked about")] = 500,
     places: Annotated[int, typer.Option(min=1, help="next tokens whose logits are compared")] = 48,
     report: Annotated[Path | None, typer.Option(help="Markdown file whose table is renewed")] = None,
@@ -52,8 +52,8 @@ def visual_kv(
     console = Console(stderr=as_json)
     folder = model or bench_checkpoint(TEXT_MODEL)
     with Console(stderr=True).status("loading") as status:
-        figures = measure(folder, dtype, int(ratio), SEQUENCES, places, status.update)
-    answers = asyncio.run(_ask(count, int(ratio)))
+        figures = measure(folder, dtype, ratio, SEQUENCES, places, status.update)
+    answers = asyncio.run(_ask(count, ratio))
     rows = [_cells(one, *answers[one.policy]) for one in figures]
     table = Table(*HEADINGS, box=SIMPLE)
     for row in rows:
@@ -64,7 +64,7 @@ def visual_kv(
         replace_section(report, "policies", f"{title}\n\n{table_lines(HEADINGS, rows)}")
     if as_json:
         keys: dict[str, object] = {f"{policy.value}_exact": right / asked for policy, (right, asked) in answers.items()}
-        keys |= {"machine": platform.processor() or platform.machine(), "model": folder.name, "ratio": int(ratio)}
+        keys |= {"machine": platform.processor() or platform.machine(), "model": folder.name, "ratio": ratio}
         print(json.dumps(keys | {"figures": [one.model_dump(mode="json") for one in figures]}))
 
 

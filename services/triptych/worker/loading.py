@@ -69,6 +69,11 @@ def load_model(settings: WorkerSettings) -> LoadedModel:
     prompts = PromptEncoder(model_dir, config.image_token_id)
     weights = load_decoder_weights(model_dir, config.decoder, device, dtype)
     cache = KVCache(config.decoder, blocks, device, dtype)
+    if config.decoder.head_dim % settings.visual_kv_ratio:
+        raise ValueError(
+            f"visual_kv_ratio={settings.visual_kv_ratio} does not divide the model's head_dim of "
+            f"{config.decoder.head_dim}; use 4"
+        )
     checkpoint = fingerprint(model_dir)
     host = _host_cache(settings, config.decoder, device, dtype)
     basis = _basis(settings, config.decoder, checkpoint)
