@@ -1,11 +1,11 @@
 """What becomes of the visual KV of a running sequence once its prompt is computed."""
 
-from enum import Enum
+from enum import StrEnum
 
 from triptych.v1 import generation_pb2
 
 
-class VisualKvPolicy(Enum):
+class VisualKvPolicy(StrEnum):
     """Where visual KV lives while its sequence decodes, and in which form. The values are the names users see."""
 
     EXACT = "exact"
