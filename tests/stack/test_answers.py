@@ -14,6 +14,7 @@ from triptych.demo.scenes import held_out
 from triptych.errors import InvalidRequest, Overloaded, TriptychError
 from triptych.rpc.health import is_serving
 from triptych.v1 import inference_pb2
+from triptych.visual_kv import VisualKvPolicy
 
 pytestmark = pytest.mark.integration
 
@@ -77,6 +78,20 @@ def test_the_second_look_at_a_picture_needs_no_encoder(served: Up) -> None:
     assert sources[2] == inference_pb2.FEATURE_SOURCE_ENCODER
     assert first.text == again.text == other_tenant.text
     assert "encode" not in again.stages
+
+
+def test_every_visual_kv_policy_answers_and_the_answer_says_which(served: Up) -> None:
+    with Client(served.router) as client:
+        for policy in VisualKvPolicy:
+            options = Options(visual_kv=policy)
+            first = client.ask(PICTURE, QUESTION, options=options)
+            assert first.text == ANSWER or (policy.lossy and first.text)
+            report = first.finished.visual_kv
+            assert (report.policy, report.lossy) == (policy.proto, policy.lossy)
+            assert (report.saved_bytes > 0) == (policy is not VisualKvPolicy.EXACT)
+            again = client.chat([user(PICTURE, QUESTION), assistant(ANSWER), user("where is the star?")], options)
+            assert again.usage.cached_tokens > again.usage.visual_tokens
+            assert again.finished.visual_kv.policy == policy.proto
 
 
 def test_lower_detail_costs_fewer_tokens(served: Up) -> None:

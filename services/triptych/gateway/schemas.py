@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from triptych.vision.reduction_spec import PATTERN, RULE
-from triptych.visual_kv import VisualKvPolicy
+
+VisualKvName = Literal["exact", "offload_visual", "compress_visual_low_rank", "compress_visual_merge"]
+"""Values of VisualKvPolicy: a checked body holds plain JSON types."""
 
 MAX_INT32 = 2**31 - 1
 INT64 = 2**63
@@ -162,7 +164,7 @@ class Options(Closed):
     top_k: int | None = Field(None, ge=0, le=MAX_INT32, description="keeps the k most likely tokens; 0 keeps all")
     repetition_penalty: float | None = Field(None, gt=0, le=10, description="1 changes nothing")
     ignore_eos: bool | None = Field(None, description="generates until max_tokens; for measurements")
-    visual_kv: VisualKvPolicy | None = Field(
+    visual_kv: VisualKvName | None = Field(
         None, description="where the pictures' KV lives while the answer is generated; compress_* change answers"
     )
 

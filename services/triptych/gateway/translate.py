@@ -7,6 +7,7 @@ from triptych.gateway.errors import unsupported
 from triptych.gateway.schemas import ChatCompletionRequest, CompletionRequest, ImageUrl, Options, SamplingRequest
 from triptych.v1 import generation_pb2, inference_pb2
 from triptych.vision.reduction_spec import parse_reduction, to_message
+from triptych.visual_kv import VisualKvPolicy
 
 OPENAI_TEMPERATURE = 1.0
 COMPLETION_MAX_TOKENS = 16
@@ -109,7 +110,7 @@ def _base(body: SamplingRequest, options: Options, tenant: str) -> inference_pb2
     if options.priority:
         request.priority = generation_pb2.Priority.Value(f"PRIORITY_{options.priority.upper()}")
     if options.visual_kv:
-        request.visual_kv = options.visual_kv.proto
+        request.visual_kv = VisualKvPolicy(options.visual_kv).proto
     if options.degrade is False:
         request.degradation_policy = inference_pb2.DEGRADATION_POLICY_FORBID
     if options.reduction:
