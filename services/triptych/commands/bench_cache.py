@@ -39,8 +39,9 @@ def cache(
     repository = repository or _exported(model, console)
     with Console(stderr=True).status("starting") as status:
         times = asyncio.run(measure_tiers(model, repository, pictures, status.update))
+        _print_tiers(console, times)
         capacity = measure_capacity(model, dialogues, on_device, turns, status.update)
-    _print(console, times, capacity)
+    _print_capacity(console, capacity)
     if as_json:
         keys: dict[str, Any] = {f"{place}_ratio": times.ratio(place) for place in ("device", "host", "disk")}
         keys["hit_rate"] = capacity.hit_rate
@@ -71,7 +72,7 @@ def _exported(model: Path, console: Any) -> Path:
     return repository
 
 
-def _print(console: Any, times: "TierTimes", capacity: "Capacity") -> None:
+def _print_tiers(console: Any, times: "TierTimes") -> None:
     from rich.table import Table
 
     table = Table("KV from", "second turn", "another's first question", "times sooner", "cached tokens")
@@ -83,6 +84,9 @@ def _print(console: Any, times: "TierTimes", capacity: "Capacity") -> None:
         cached = f"{times.cached_tokens[place]} of {times.prompt_tokens}"
         table.add_row(place, *cells, f"{times.ratio(place):.1f}", cached)
     console.print(table)
+
+
+def _print_capacity(console: Any, capacity: "Capacity") -> None:
     console.print(
         f"{capacity.dialogues} dialogues, {capacity.turns} turns each, round robin: hit rate {capacity.hit_rate:.1%}, "
         f"{capacity.tiered_s:.1f} s with tiers, {capacity.recompute_s:.1f} s without",
