@@ -15,7 +15,7 @@ from triptych.stack import StackSettings, plan_stack, takes_no_pictures
 
 START_TIMEOUT_S = 900.0
 """vLLM compiles the model when it is first started."""
-KV_CACHE_BYTES = 2 << 30
+KV_CACHE_BYTES = 1 << 30
 """What every engine gets for its KV cache."""
 
 

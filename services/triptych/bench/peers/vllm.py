@@ -5,7 +5,7 @@ from pathlib import Path
 
 from triptych.bench.peers.peer import Command, Launch
 
-KV_GIB = 2
+KV_GIB = 1
 _PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 _FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
 

@@ -15,7 +15,7 @@ import openvino_genai
 from PIL import Image
 from transformers import AutoTokenizer
 
-CACHE_GIB = 2
+CACHE_GIB = 1
 BATCHED_TOKENS = 2048
 
 
