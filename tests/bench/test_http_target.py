@@ -156,3 +156,14 @@ async def test_an_address_where_nobody_listens_is_said_at_once() -> None:
     with pytest.raises(Unavailable, match="connection refused"):
         await target.prepare()
     await target.close()
+
+
+async def test_connections_are_kept_unless_told_otherwise() -> None:
+    async with serving(OpenAiServer()) as server:
+        for keep in (True, False):
+            target = HttpTarget(server.url, keep_connections=keep)
+            await target.prepare()
+            async for _ in target.stream(ASK):
+                pass
+            await target.close()
+    assert [headers.get("Connection") for headers in server.headers] == [None, "close"]

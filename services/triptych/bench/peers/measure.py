@@ -52,7 +52,9 @@ class Runner:
 
     def __init__(self, contestant: Contestant, stack: Stack) -> None:
         self.contestant = contestant
-        self.target = HttpTarget(contestant.url, name=contestant.name, extra_body=contestant.body)
+        self.target = HttpTarget(
+            contestant.url, keep_connections=False, name=contestant.name, extra_body=contestant.body
+        )
         self._stack = stack
 
     @asynccontextmanager

@@ -24,8 +24,9 @@ _JPEG = b"\xff\xd8"
 class HttpTarget:
     """An OpenAI-compatible server at `url` (with its `/v1`).
 
-    Every request may have a connection of its own; connections are kept and used again. Proxies of the environment are
-    not used.
+    Every request may have a connection of its own; connections are kept and used again, unless
+    `keep_connections` is false (llama.cpp's server closes some after an answer, unannounced). Proxies of the
+    environment are not used.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class HttpTarget:
         api_key: str = "",
         extra_body: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
+        keep_connections: bool = True,
     ) -> None:
         self.name = name or url
         self.model = model
         self._url = url.rstrip("/")
         self._dialect = dialect
+        self._keep_connections = keep_connections
         self._extra_body = dict(extra_body or {})
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -52,7 +55,10 @@ class HttpTarget:
         """Asks for the list of models, whose first is used unless one was named. Raises Unavailable."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S), headers=self._headers
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+                if self._keep_connections
+                else aiohttp.TCPConnector(limit=0, force_close=True),
+                headers=self._headers,
             )
         try:
             timeout = aiohttp.ClientTimeout(total=PREPARE_TIMEOUT_S)
