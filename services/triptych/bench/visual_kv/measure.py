@@ -31,9 +31,9 @@ VISUAL_TOKENS = 576
 BEFORE, AFTER = 16, 48
 """Text tokens in front of it and behind it."""
 MATERIALS: tuple[Material, ...] = ("words", "noise")
-_CALIBRATION_PICTURES = 24
+_CALIBRATION_PICTURES = 12
 _DECODE_STEPS = 24
-_ROUNDS = 5
+_ROUNDS = 4
 
 
 class LogitError(BaseModel):
