@@ -89,7 +89,7 @@ def test_dialogues_that_the_device_cannot_hold_together_are_reused_and_answered_
     start: Start, tiny_reference: Reference, policy: str
 ) -> None:
     cold = start(prefix_cache=False, kv_blocks=64)
-    warm = start(disk=True, kv_write_policy=policy, kv_blocks=16)
+    warm = start(disk=True, kv_write_policy=policy, kv_blocks=16, kv_prefetch_timeout_s=60)
     pictures = [shown(tiny_reference, seed, 40) for seed in range(8)]
     expected = [one(cold, question(cold, picture)).tokens for picture in pictures]
     for visit in range(3):
@@ -98,6 +98,7 @@ def test_dialogues_that_the_device_cannot_hold_together_are_reused_and_answered_
             assert answer.tokens == tokens
             assert (answer.cached_tokens > 0) == (visit > 0)
             warm.engine.check_integrity()
+            settle(warm)
 
 
 def test_a_restart_finds_its_kv_on_disk_and_needs_no_features(start: Start, tiny_reference: Reference) -> None:
