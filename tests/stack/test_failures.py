@@ -4,7 +4,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import pytest
@@ -38,6 +38,7 @@ class Own:
 @pytest.fixture
 async def own() -> AsyncIterator[Own]:
     settings = StackSettings.from_environment().on_free_ports()
+    settings = replace(settings, router=settings.router.model_copy(update={"encode_timeout_s": 5.0}))
     async with running_stack(settings, lambda name, line: None) as stack:
         yield Own(settings, stack)
 
