@@ -45,8 +45,8 @@ def test_the_sampler_sees_the_peak_of_a_span() -> None:
     try:
         process.stdout.readline()
         sampler = MemorySampler([process.pid])
+        start_s = time.monotonic()  # In front of the first sample, which may come at once.
         with sampler.running():
-            start_s = time.monotonic()
             while not sampler.samples:
                 time.sleep(0.01)
             process.stdin.write("\n")
