@@ -187,6 +187,8 @@ def _settings(model_dir: Path, repository: Path, scratch: Path) -> StackSettings
     router = RouterSettings.model_validate(
         {
             "encoder_cache_bytes": 0,  # Only KV is measured here.
+            "medium_headroom": 0.0,  # The pool is small on purpose.
+            "low_headroom": 0.0,
             "encode_timeout_s": _TIMEOUT_S,
             "prefill_timeout_s": _TIMEOUT_S,
             "next_token_timeout_s": _TIMEOUT_S,
