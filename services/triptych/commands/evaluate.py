@@ -19,7 +19,7 @@ from triptych.demo.scenes import Example, held_out
 
 CONCURRENCY = 8
 """Few enough that load does not lower the resolution."""
-DETAILS: tuple[client.Detail, ...] = ("high", "medium", "low")
+DETAILS: tuple[client.Detail, ...] = ("high", "medium", "low", "thumbnail")
 
 Scores = dict[str, tuple[int, int]]
 """Per kind of question: exact answers, questions."""

@@ -14,12 +14,13 @@ from triptych.config import RouterSettings
 from triptych.errors import EncoderChanged, FeaturesRequired, TriptychError, Unavailable
 from triptych.router.admission import Admission, image_bytes_of
 from triptych.router.drafting import Drafting
+from triptych.router.encoding import Encode
 from triptych.router.holding import Holding
 from triptych.router.metrics import RouterMetrics
 from triptych.router.readiness import REFRESH_TIMEOUT_S
 from triptych.router.request import RequestState
 from triptych.router.resolution import ResolutionManager
-from triptych.router.steps import Encode, Intake, Preprocess, Probe, Step
+from triptych.router.steps import Intake, Preprocess, Probe, Step
 from triptych.router.verdict import WithVerdict
 from triptych.router.worker_client import WorkerClient
 from triptych.telemetry.spans import open_span

@@ -5,10 +5,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import numpy as np
-from opentelemetry import trace as tracing
 from opentelemetry.context import Context
 
 from triptych.errors import (
@@ -20,10 +18,11 @@ from triptych.errors import (
     TriptychError,
     Unavailable,
 )
+from triptych.vision.encode_job import Batch, Job, deliver, describe
 from triptych.vision.encoder import Features, encode_timeout
 from triptych.vision.encoder_spec import EncoderSpec, unready
 from triptych.vision.metrics import VisionMetrics
-from triptych.vision.pool import EncoderPool, Flying, Member
+from triptych.vision.pool import EncoderPool, Member
 from triptych.vision.preprocess import Pixels
 from triptych.vision.scheduler import BatchPlan, EncodeClass, Item, Limits, VisionQueue, plan_batch, rank_of
 
@@ -34,30 +33,6 @@ _ATTEMPTS = 3
 
 _SLOW_FACTOR, _SLOW_S = 8.0, 1.0
 """With another encoder at hand, a batch is given up after so many times its expected seconds, at least _SLOW_S."""
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """An image on its way, from `encode` to its features or its error."""
-
-    item: Item
-    pixels: Pixels
-    version: str
-    deadline_s: float
-    trace: Context | None
-    features: "asyncio.Future[Features]"
-    attempts: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """A batch on its way: those of its jobs that still want it, and the seconds after which its encoder is slow."""
-
-    jobs: list[_Job]
-    flying: Flying
-    member: Member
-    slow_s: float
-    task: "asyncio.Task[None] | None" = field(default=None)
 
 
 class ScheduledEncoder:
@@ -84,8 +59,8 @@ class ScheduledEncoder:
         self._metrics = metrics or VisionMetrics()
         self._clock = clock
         self._queue = VisionQueue()
-        self._jobs: dict[Item, _Job] = {}
-        self._batches: dict[_Job, _Batch] = {}
+        self._jobs: dict[Item, Job] = {}
+        self._batches: dict[Job, Batch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._expected = 0
         self._count = 0
@@ -138,7 +113,7 @@ class ScheduledEncoder:
         version: str | None = None,
     ) -> Features:
         """See Encoder. Refuses at once what would not be done in time."""
-        job: _Job | None = None
+        job: Job | None = None
         outcome = "encoded"
         started_s = self._clock()
         try:
@@ -187,7 +162,7 @@ class ScheduledEncoder:
 
     def _admit(
         self, pixels: Pixels, timeout_s: float, trace: Context | None, priority: EncodeClass, version: str | None
-    ) -> _Job:
+    ) -> Job:
         """Returns a new job, not yet queued; raises for one that cannot be done, or not in time."""
         spec = self._pool.spec
         if spec is None or not self._pool.ready:
@@ -218,7 +193,7 @@ class ScheduledEncoder:
         future: asyncio.Future[Features] = asyncio.get_running_loop().create_future()
         # When the caller is gone nobody asks for the exception; asking here keeps asyncio from logging it.
         future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-        return _Job(item, pixels, version, now_s + timeout_s, trace, future)
+        return Job(item, pixels, version, now_s + timeout_s, trace, future)
 
     def _check_wait(self, item: Item, version: str, timeout_s: float) -> None:
         """Raises Overloaded when what is before the image is expected to take longer than it may wait."""
@@ -236,11 +211,11 @@ class ScheduledEncoder:
                 reason="ENCODER_OVERLOADED",
             )
 
-    def _enqueue(self, job: _Job) -> None:
+    def _enqueue(self, job: Job) -> None:
         self._queue.add(job.item)
         self._jobs[job.item] = job
 
-    def _forget(self, job: _Job) -> None:
+    def _forget(self, job: Job) -> None:
         """Takes a job out of wherever it is; the last to leave a batch stops it."""
         if self._jobs.pop(job.item, None) is not None:
             self._queue.remove(job.item)
@@ -296,7 +271,7 @@ class ScheduledEncoder:
             self._metrics.queue.observe(now_s - item.arrival_s)
         expected_s = self._pool.wait_s(member) + self._pool.seconds_for(member, plan.pixels)
         flying = self._pool.begin(member, plan.pixels, len(jobs))
-        batch = _Batch(jobs, flying, member, max(_SLOW_S, _SLOW_FACTOR * expected_s))
+        batch = Batch(jobs, flying, member, max(_SLOW_S, _SLOW_FACTOR * expected_s))
         self._batches.update((job, batch) for job in jobs)
         address = member.endpoint.address
         self._metrics.batch_images.observe(len(jobs))
@@ -306,10 +281,10 @@ class ScheduledEncoder:
         self._tasks.add(batch.task)
         batch.task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, batch: _Batch, plan: BatchPlan) -> None:
+    async def _run(self, batch: Batch, plan: BatchPlan) -> None:
         """Sends a batch, then gives each of its jobs features or an error, or puts it back."""
         jobs, member = tuple(batch.jobs), batch.member
-        _describe(jobs, plan, batch.flying.started_s, member)
+        describe(jobs, plan, batch.flying.started_s, member)
         healthy: bool | None = None
         error: TriptychError | None = None
         features: Features | None = None
@@ -340,19 +315,19 @@ class ScheduledEncoder:
                 if self._batches.pop(job, None) is None:  # Its caller is gone.
                     continue
                 if features is not None:
-                    _deliver(job, features[index])
+                    deliver(job, features[index])
                 elif error is not None:
                     self._retry(job, member, error, shared=len(jobs) > 1)
             self._pump()
 
-    def _timeout_s(self, batch: _Batch) -> float:
+    def _timeout_s(self, batch: Batch) -> float:
         """Returns how long the batch may take: while anybody waits, or less where another encoder could do it."""
         left_s = max(0.001, max(job.deadline_s for job in batch.jobs) - self._clock())
         last = any(job.attempts >= _ATTEMPTS for job in batch.jobs)
         alternatives = len(self._pool.serving(batch.jobs[0].version)) > 1
         return min(left_s, batch.slow_s) if alternatives and not last else left_s
 
-    def _retry(self, job: _Job, member: Member, error: TriptychError, *, shared: bool) -> None:
+    def _retry(self, job: Job, member: Member, error: TriptychError, *, shared: bool) -> None:
         """Puts a job back into its place where another encoder, or being alone, may help; else it fails."""
         elsewhere = any(other is not member for other in self._pool.serving(job.version))
         lost = isinstance(error, StageTimeout | Unavailable | Overloaded) and not isinstance(error, EncoderChanged)
@@ -366,33 +341,8 @@ class ScheduledEncoder:
         else:
             self._fail(job, error)
 
-    def _fail(self, job: _Job, error: TriptychError) -> None:
+    def _fail(self, job: Job, error: TriptychError) -> None:
         if self._jobs.pop(job.item, None) is not None:
             self._queue.remove(job.item)
         if not job.features.done():
             job.features.set_exception(error)
-
-
-def _deliver(job: _Job, features: Features) -> None:
-    """Gives a job its features: a copy, or one image in the cache would keep its whole batch in memory."""
-    if job.features.done():
-        return
-    if np.isfinite(features).all():
-        job.features.set_result(np.array(features))
-    else:
-        job.features.set_exception(
-            TriptychError("the encoder returned features that are not finite", reason="ENCODER_FAILED")
-        )
-
-
-def _describe(jobs: tuple[_Job, ...], plan: BatchPlan, started_s: float, member: Member) -> None:
-    """Writes on each image's span which batch it was in."""
-    for job in jobs:
-        tracing.get_current_span(job.trace).set_attributes(
-            {
-                "triptych.batch.images": len(jobs),
-                "triptych.batch.pixels": plan.pixels,
-                "triptych.encoder": member.endpoint.address,
-                "triptych.queue_ms": round(1000 * (started_s - job.item.arrival_s), 3),
-            }
-        )

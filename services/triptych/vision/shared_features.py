@@ -1,26 +1,25 @@
 """Features on a server that speaks Redis's protocol: what one router had encoded, no other one encodes."""
 
 import asyncio
-import json
 import logging
-import struct
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from triptych.breaker import Breaker
 from triptych.config import RouterSettings
+from triptych.redis_server import RedisServer, pack, unpack
+
+if TYPE_CHECKING:
+    import redis
 
 log = logging.getLogger(__name__)
 
 Features = npt.NDArray[Any]
 
 _MAGIC = b"TRIPTFE\x01"
-_PREFIX = struct.Struct("<8sII")  # Magic, length of the description, CRC-32 of all that follows.
 _TYPES = ("<f4", "<f2")
 _THREADS = 4
 _MOST_PENDING = 16
@@ -35,21 +34,18 @@ class SharedFeatures:
 
     def __init__(self, url: str, timeout_s: float, ttl_s: int) -> None:
         """Connects at the first use. Raises ValueError for a URL that is none."""
-        import redis  # Only who uses it needs the client library.
-
-        self._client = redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=None)
+        self._server = RedisServer(url, timeout_s)
         self._timeout_s, self._ttl_s = timeout_s, ttl_s
-        self._breaker = Breaker()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="features")
         self._pending = 0
         self._logged = False
 
     async def get(self, identity: bytes) -> Features | None:
         """Returns the features of an image, [tokens, hidden_size], or None."""
-        if not self._breaker.is_closed:
+        if not self._server.is_worth_asking:
             return None
         loop = asyncio.get_running_loop()
-        look = loop.run_in_executor(self._threads, self._ask, lambda: self._client.get(_key(identity)))
+        look = loop.run_in_executor(self._threads, self._ask, lambda client: client.get(_key(identity)))
         try:
             # Connecting and asking have a timeout each, and threads may all be busy.
             value = await asyncio.wait_for(look, 2 * self._timeout_s)
@@ -59,7 +55,7 @@ class SharedFeatures:
 
     def put_soon(self, identity: bytes, features: Features) -> None:
         """Sends features while nobody waits; leaves it when many are on their way already, or the server is gone."""
-        if self._pending >= _MOST_PENDING or features.dtype.str not in _TYPES or not self._breaker.is_closed:
+        if self._pending >= _MOST_PENDING or features.dtype.str not in _TYPES or not self._server.is_worth_asking:
             return
         self._pending += 1
         send = asyncio.get_running_loop().run_in_executor(self._threads, self._send, identity, features)
@@ -68,7 +64,7 @@ class SharedFeatures:
     def close(self) -> None:
         """Ends the threads and the connections."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-        self._client.close()
+        self._server.close()
 
     def _sent(self, _: object) -> None:
         self._pending -= 1
@@ -76,25 +72,19 @@ class SharedFeatures:
     # From here on: in the threads.
 
     def _send(self, identity: bytes, features: Features) -> None:
-        self._ask(lambda: self._client.set(_key(identity), _encode(features), ex=self._ttl_s))
+        self._ask(lambda client: client.set(_key(identity), _encode(features), ex=self._ttl_s))
 
-    def _ask(self, request: Callable[[], Any]) -> Any:
+    def _ask(self, request: "Callable[[redis.Redis], Any]") -> Any:
         """Returns the server's answer, or None when there is none or it was not asked."""
-        import redis
+        return self._server.ask(request, self._failed, self._recovered)
 
-        if not self._breaker.may_try():
-            return None
-        try:
-            answer = request()
-        except (redis.RedisError, OSError) as error:
-            self._breaker.failed()
-            if not self._logged:
-                self._logged = True
-                log.warning("the server of shared features does not answer: %s (further ones are not logged)", error)
-            return None
-        if self._breaker.succeeded():
-            self._logged = False
-        return answer
+    def _failed(self, error: Exception) -> None:
+        if not self._logged:
+            self._logged = True
+            log.warning("the server of shared features does not answer: %s (further ones are not logged)", error)
+
+    def _recovered(self) -> None:
+        self._logged = False
 
 
 def open_shared_features(settings: RouterSettings) -> SharedFeatures | None:
@@ -110,21 +100,19 @@ def _key(identity: bytes) -> bytes:
 
 
 def _encode(features: Features) -> bytes:
-    about = json.dumps([features.dtype.str, features.shape]).encode()
-    data = np.ascontiguousarray(features).tobytes()
-    return b"".join((_PREFIX.pack(_MAGIC, len(about), zlib.crc32(data, zlib.crc32(about))), about, data))
+    data = np.ascontiguousarray(features)
+    return pack(_MAGIC, [features.dtype.str, features.shape], data.reshape(-1).view(np.uint8).data)
 
 
 def _decode(value: bytes) -> Features | None:
     """Returns what `_encode` wrote, or None when it is something else."""
+    found = unpack(_MAGIC, value)
+    if found is None:
+        return None
     try:
-        magic, length, checksum = _PREFIX.unpack_from(value)
-        if magic != _MAGIC or zlib.crc32(memoryview(value)[_PREFIX.size :]) != checksum:
-            return None
-        kind, shape = json.loads(value[_PREFIX.size : _PREFIX.size + length])
+        kind, shape = found[0]
         if kind not in _TYPES or len(shape) != 2:
             return None
-        data = np.frombuffer(value, dtype=kind, offset=_PREFIX.size + length)
-        return data.reshape(shape).copy()
-    except (struct.error, ValueError, TypeError):
+        return np.frombuffer(found[1], dtype=kind).reshape(shape).copy()
+    except (ValueError, TypeError):
         return None

@@ -96,10 +96,9 @@ def _verdicts(results: Results, trials: Sequence[Trial]) -> tuple[list[str], lis
     titles = {trial.name: trial.title for trial in trials}
     headings = ["trial", "ours", "best peer", "times as good", "wanted", "share of limit", "wanted", "met"]
     lines = []
-    for kind, verdicts in (
-        ("", judge(results, trials, same_type=True)),
-        (", any type", judge(results, trials, same_type=False)),
-    ):
+    same_type = judge(results, trials, same_type=True)
+    any_type = [one for one in judge(results, trials, same_type=False) if one not in same_type]
+    for kind, verdicts in (("", same_type), (", any type", any_type)):
         lines += [
             [
                 titles[one.trial] + kind, named[one.ours], named[one.peer], _range(one.ratio),

@@ -167,21 +167,7 @@ static void decode_part_of(const AttentionShape& shape, const float* queries, co
 template <class T>
 TRIPTYCH_INLINE void decode_part_as(const AttentionShape& shape, const float* queries, const KeyRange& range,
                                     float* partial) {
-  switch (shape.head_dim / 16) {
-#define TRIPTYCH_CASE(V) \
-  case V:                \
-    return decode_part_of<T, V>(shape, queries, range, partial);
-    TRIPTYCH_CASE(1)
-    TRIPTYCH_CASE(2)
-    TRIPTYCH_CASE(3)
-    TRIPTYCH_CASE(4)
-    TRIPTYCH_CASE(5)
-    TRIPTYCH_CASE(6)
-    TRIPTYCH_CASE(7)
-    TRIPTYCH_CASE(8)
-    TRIPTYCH_CASE(16)
-#undef TRIPTYCH_CASE
-  }
+  with_vectors(shape.head_dim, [&]<int V>() { decode_part_of<T, V>(shape, queries, range, partial); });
 }
 
 static void decode_part(const AttentionShape& shape, const float* queries, const KeyRange& range, float* partial) {

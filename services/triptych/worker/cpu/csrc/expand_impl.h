@@ -78,21 +78,7 @@ static void expand_of(const AttentionShape& shape, const void* coefficients, con
 
 static void expand(const AttentionShape& shape, const void* coefficients, const Basis& basis, const KeyRange& range,
                    float* to) {
-  switch (shape.head_dim / 16) {
-#define TRIPTYCH_CASE(V) \
-  case V:                \
-    return expand_of<V>(shape, coefficients, basis, range, to);
-    TRIPTYCH_CASE(1)
-    TRIPTYCH_CASE(2)
-    TRIPTYCH_CASE(3)
-    TRIPTYCH_CASE(4)
-    TRIPTYCH_CASE(5)
-    TRIPTYCH_CASE(6)
-    TRIPTYCH_CASE(7)
-    TRIPTYCH_CASE(8)
-    TRIPTYCH_CASE(16)
-#undef TRIPTYCH_CASE
-  }
+  with_vectors(shape.head_dim, [&]<int V>() { expand_of<V>(shape, coefficients, basis, range, to); });
 }
 
 }  // namespace TRIPTYCH_ISA

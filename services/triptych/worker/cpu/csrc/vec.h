@@ -103,6 +103,26 @@ TRIPTYCH_INLINE void store16(Fp16* to, F16 x) {
 }
 #endif
 
+// Calls work<V>() with the vectors of a head: loops over them are unrolled, and their sums stay in registers.
+template <class Work>
+TRIPTYCH_INLINE void with_vectors(int head_dim, const Work& work) {
+  switch (head_dim / kLanes) {
+#define TRIPTYCH_CASE(V) \
+  case V:                \
+    return work.template operator()<V>();
+    TRIPTYCH_CASE(1)
+    TRIPTYCH_CASE(2)
+    TRIPTYCH_CASE(3)
+    TRIPTYCH_CASE(4)
+    TRIPTYCH_CASE(5)
+    TRIPTYCH_CASE(6)
+    TRIPTYCH_CASE(7)
+    TRIPTYCH_CASE(8)
+    TRIPTYCH_CASE(16)
+#undef TRIPTYCH_CASE
+  }
+}
+
 // e^x, relative error below 2e-7; 0 below -87.3, NaN for NaN. Reduction by powers of two, then a Taylor-like polynomial
 // with Cephes' coefficients (Moshier, expf.c).
 TRIPTYCH_INLINE F16 exp16(F16 x) {

@@ -1,17 +1,15 @@
 """The remote tier: blocks on a server that speaks Redis's protocol, which workers on several hosts share."""
 
-import json
 import logging
 import struct
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import redis
 
-from triptych.breaker import Breaker
+from triptych.redis_server import RedisServer, describe, pack, unpack
 from triptych.worker.kv.identity import BlockIdentity
 from triptych.worker.kv.layout import BlockLayout
 from triptych.worker.kv.tiers.tier import BlockBytes, TierBooks, Usage, modality
@@ -19,7 +17,6 @@ from triptych.worker.kv.tiers.tier import BlockBytes, TierBooks, Usage, modality
 log = logging.getLogger(__name__)
 
 _MAGIC = b"TRIPTKV\x01"
-_PREFIX = struct.Struct("<8sII")  # Magic, length of the identity, CRC-32 of all that follows.
 _BATCH = 8  # Blocks in one request: a slow server is noticed before many were asked for.
 _SCAN = 512
 _MOST_DROP_S = 10.0
@@ -39,26 +36,19 @@ class RemoteTier:
     def __init__(self, url: str, layout: BlockLayout, *, timeout_s: float, ttl_s: int) -> None:
         """Connects at the first use. Raises ValueError when the URL is none of redis://, rediss:// or unix://."""
         self._layout, self._ttl_s = layout, ttl_s
-        self._client = redis.Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=None,
-            health_check_interval=0,
-        )
-        self._breaker = Breaker()
+        self._server = RedisServer(url, timeout_s)
         self._books = TierBooks(self.name, log)
         self._stored = {"text": 0, "visual": 0}
 
     def contains(self, identity: BlockIdentity) -> bool:
         """Tells whether asking is worth it: whether the server answered lately. Only `get` knows more."""
-        return self._breaker.is_closed
+        return self._server.is_worth_asking
 
     def covers(self, identities: Sequence[BlockIdentity]) -> int:
         """Asks the server how many leading blocks it has. Takes up to the timeout: not for the engine's thread."""
         if not identities:
             return 0
-        answers = self._ask(lambda: _pipelined(self._client, "exists", [self._key(one) for one in identities]))
+        answers = self._ask(lambda client: _pipelined(client, "exists", [self._key(one) for one in identities]))
         return next((n for n, found in enumerate(answers or [0]) if not found), len(identities))
 
     def put(self, blocks: Sequence[tuple[BlockIdentity, BlockBytes]]) -> int:
@@ -67,8 +57,8 @@ class RemoteTier:
         for start in range(0, len(blocks), _BATCH):
             batch = blocks[start : start + _BATCH]
 
-            def send(batch: Sequence[tuple[BlockIdentity, BlockBytes]] = batch) -> bool:
-                with self._client.pipeline(transaction=False) as pipeline:
+            def send(client: "redis.Redis", batch: Sequence[tuple[BlockIdentity, BlockBytes]] = batch) -> bool:
+                with client.pipeline(transaction=False) as pipeline:
                     for identity, data in batch:
                         pipeline.set(self._key(identity), _encode(identity, data), ex=self._ttl_s)
                     pipeline.execute()
@@ -88,14 +78,14 @@ class RemoteTier:
         while found < len(identities):
             batch = identities[found : found + _BATCH]
             keys = [self._key(identity) for identity in batch]
-            values = self._ask(lambda keys=keys: self._client.mget(keys), batch)  # type: ignore[misc]
+            values = self._ask(lambda client, keys=keys: client.mget(keys), batch)  # type: ignore[misc]
             for identity, value in zip(batch, values or [None], strict=False):
                 if value is None or not self._decode(identity, value, outs[found]):
                     self._books.count("miss", [identity])
                     return found
                 found += 1
                 self._books.count("hit", [identity])
-            self._ask(lambda keys=keys: _pipelined(self._client, "expire", keys, self._ttl_s))  # type: ignore[misc]
+            self._ask(lambda client, keys=keys: _pipelined(client, "expire", keys, self._ttl_s))  # type: ignore[misc]
         return found
 
     def drop(self, doomed: Callable[[BlockIdentity], bool]) -> int:
@@ -103,13 +93,13 @@ class RemoteTier:
         dropped = 0
         deadline_s = time.monotonic() + _MOST_DROP_S
         for keys in self._keys():
-            heads = self._ask(lambda keys=keys: _pipelined(self._client, "getrange", keys, 0, 4095))  # type: ignore[misc]
+            heads = self._ask(lambda client, keys=keys: _pipelined(client, "getrange", keys, 0, 4095))  # type: ignore[misc]
             if heads is None or time.monotonic() > deadline_s:
                 self._books.failed("dropping", "the server is too slow: some blocks stay until they expire")
                 break
             gone = [key for key, head in zip(keys, heads, strict=True) if (one := _identity_of(head)) and doomed(one)]
             if gone:
-                dropped += self._ask(lambda gone=gone: self._client.delete(*gone)) or 0  # type: ignore[misc]
+                dropped += self._ask(lambda client, gone=gone: client.delete(*gone)) or 0  # type: ignore[misc]
         return dropped
 
     def identities(self) -> list[BlockIdentity]:
@@ -125,7 +115,7 @@ class RemoteTier:
 
     def close(self) -> None:
         """Closes the connections."""
-        self._client.close()
+        self._server.close()
 
     def _key(self, identity: BlockIdentity) -> bytes:
         return f"triptych:kv:{self._layout.digest}:".encode() + identity.key.hex().encode()
@@ -134,7 +124,7 @@ class RemoteTier:
         cursor = 0
         while True:
             answer = self._ask(
-                lambda cursor=cursor: self._client.scan(cursor, f"triptych:kv:{self._layout.digest}:*", _SCAN)  # type: ignore[misc]
+                lambda client, cursor=cursor: client.scan(cursor, f"triptych:kv:{self._layout.digest}:*", _SCAN)  # type: ignore[misc]
             )
             if answer is None:
                 return
@@ -144,44 +134,31 @@ class RemoteTier:
             if not cursor:
                 return
 
-    def _ask(self, request: Callable[[], Any], identities: Sequence[BlockIdentity] = ()) -> Any:
+    def _ask(self, request: "Callable[[redis.Redis], Any]", identities: Sequence[BlockIdentity] = ()) -> Any:
         """Returns the server's answer, or None when there is none or it was not asked."""
-        if not self._breaker.may_try():
-            return None
-        try:
-            answer = request()
-        except (redis.RedisError, OSError) as error:
-            self._breaker.failed()
-            self._books.failed("asking the server", error, identities)
-            return None
-        if self._breaker.succeeded():
-            self._books.recovered("asking the server")
-        return answer
+        return self._server.ask(
+            request,
+            lambda error: self._books.failed("asking the server", error, identities),
+            lambda: self._books.recovered("asking the server"),
+        )
 
     def _decode(self, identity: BlockIdentity, value: bytes, out: BlockBytes) -> bool:
         """Fills `out` from a stored value. Returns whether it is what it should be."""
-        head = _PREFIX.size
-        if len(value) > head:
-            magic, length, checksum = _PREFIX.unpack_from(value)
-            data = memoryview(value)[head + length :]
-            intact = magic == _MAGIC and len(data) == out.nbytes and zlib.crc32(memoryview(value)[head:]) == checksum
-            if intact and _identity_of(value) == identity:
-                out[:] = np.frombuffer(data, dtype=np.uint8)
-                return True
+        found = unpack(_MAGIC, value)
+        if found is not None and len(found[1]) == out.nbytes and _identity_of(value) == identity:
+            out[:] = np.frombuffer(found[1], dtype=np.uint8)
+            return True
         self._books.failed("a value", "it is damaged", [identity])
         return False
 
 
 def _encode(identity: BlockIdentity, data: BlockBytes) -> bytes:
-    about = json.dumps([identity.key.hex(), identity.parent.hex(), identity.content.hex()]).encode()
-    checksum = zlib.crc32(data.data, zlib.crc32(about))
-    return b"".join((_PREFIX.pack(_MAGIC, len(about), checksum), about, data.data))
+    return pack(_MAGIC, [identity.key.hex(), identity.parent.hex(), identity.content.hex()], data.data)
 
 
 def _identity_of(value: bytes) -> BlockIdentity | None:
     try:
-        _, length, _ = _PREFIX.unpack_from(value)
-        return BlockIdentity(*map(bytes.fromhex, json.loads(value[_PREFIX.size : _PREFIX.size + length])))
+        return BlockIdentity(*map(bytes.fromhex, describe(value)))
     except (struct.error, ValueError, TypeError):
         return None
 
