@@ -161,6 +161,17 @@ def test_a_picture_whose_kv_is_lost_on_the_way_up_asks_for_features_before_any_t
     assert one(model, question(model, picture)).tokens == expected
 
 
+def test_a_pool_that_holds_a_dialogue_and_a_half_takes_its_picture_without_features(
+    start: Start, tiny_reference: Reference
+) -> None:
+    picture = shown(tiny_reference, 1, 160)
+    model = start(kv_blocks=24)
+    expected = one(model, question(model, picture)).tokens
+    answer = one(model, question(model, bare(picture)))  # What it pins is most of what it needs.
+    assert answer.tokens == expected
+    assert answer.cached_tokens >= 160
+
+
 class Slow(DiskTier):
     """A disk that takes its time."""
 

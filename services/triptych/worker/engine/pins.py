@@ -49,7 +49,7 @@ class Pins:
                 )
             part = found[0]
         # A copy of a part takes a block of its own, which can be any that is available now.
-        if not self.can_add(blocks, (*others, sequence), 1 if part is not None else 0):
+        if not self.can_add(blocks, sequence, others, 1 if part is not None else 0):
             raise FeaturesRequired("too little KV memory to hold an image without features; send it with features")
         for block in (*blocks, *([part] if part is not None else ())):
             pool.acquire(block)
@@ -69,13 +69,17 @@ class Pins:
         sequence.identified = computed // BLOCK_TOKENS
         return copy
 
-    def can_add(self, blocks: Iterable[int], sequences: Collection[Sequence], more: int = 0) -> bool:
-        """Tells whether `blocks` and `more` may be pinned while `sequences`, the new one included, have to finish.
+    def can_add(self, blocks: Collection[int], sequence: Sequence, others: Iterable[Sequence], more: int = 0) -> bool:
+        """Tells whether a sequence may pin `blocks`, and `more`, while it and the others have to finish.
 
-        Blocks on their way up that will be pinned count as pinned.
+        Blocks on their way up that will be pinned count as pinned. What a sequence has pinned itself it need not find
+        in the rest.
         """
-        pinned = len(self._holders.keys() | set(blocks)) + more + sum(blocks_for(one.needs) for one in sequences)
-        return pinned + max(blocks_for(sequence.most_tokens) for sequence in sequences) <= self._pool_size
+        own_blocks = {sequence: len(set(blocks)) + more + blocks_for(sequence.needs)}
+        own_blocks |= {other: max(other.pinned, blocks_for(other.needs)) for other in others}
+        coming = sum(blocks_for(one.needs) for one in own_blocks)
+        pinned = len(self._holders.keys() | set(blocks)) + more + coming
+        return pinned + max(blocks_for(one.most_tokens) - own for one, own in own_blocks.items()) <= self._pool_size
 
     def add(self, blocks: Iterable[int]) -> None:
         """Pins blocks once more."""

@@ -52,7 +52,7 @@ class Reuse:
             if self._restorer is None or self._restorer.covered(sequence) < needed:
                 raise
             sequence.needs = needed
-            if not self.pins.can_add((), (*others, sequence)):
+            if not self.pins.can_add((), sequence, others):
                 raise
             self._restorer.begin(sequence)
 
