@@ -1,5 +1,6 @@
 """Real services: one `triptych up` for all tests that do not hurt it, whichever folder they are in."""
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,16 @@ import pytest
 from tests.stack.conftest import START_TIMEOUT_S, Up, environment_of, start_up
 from triptych.stack import StackSettings
 from triptych.telemetry.span_store import SpanReceiver
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Undoes what a command that ran in this process did to the root logger, lest the next test's records go there."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
 
 
 @pytest.fixture(scope="session")

@@ -132,11 +132,13 @@ async def test_interactive_images_overtake_others(encoder: ScheduledEncoder, end
 async def test_cancelled_images_leave_no_hole_and_nothing_behind(
     encoder: ScheduledEncoder, endpoint: FakeEndpoint
 ) -> None:
-    endpoint.behave = lambda images: asyncio.sleep(0.02)
+    given_up = asyncio.Event()
+    endpoint.behave = lambda images: given_up.wait()
     tasks = [asyncio.create_task(encode(encoder, value)) for value in range(24)]
     await asyncio.sleep(0.005)
     for task in tasks[::2]:
         task.cancel()
+    given_up.set()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert [outcome for outcome in outcomes if not isinstance(outcome, BaseException)] == list(range(1, 24, 2))
 

@@ -19,6 +19,7 @@ from tests.worker.checkpoints import Reference
 from tests.worker.driving import identity_of
 from tests.worker.serving import QUESTION, Client, image, request, settings_for, text_of
 from triptych import tensors
+from triptych.ports import free_ports
 from triptych.rpc.channel import open_channel
 from triptych.telemetry.span_store import SpanReceiver
 from triptych.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
@@ -253,7 +254,7 @@ async def test_a_taken_port_is_named(client: Client, tiny_dir: Path) -> None:
 
 @pytest.mark.slow
 async def test_the_process_exports_its_stages_and_stops_on_sigterm(tiny_dir: Path, tiny_reference: Reference) -> None:
-    port = 20_000 + os.getpid() % 20_000
+    (port,) = free_ports(1)
     with SpanReceiver() as receiver:
         environment = {
             **os.environ,
