@@ -21,8 +21,10 @@ demo: venv  ## Starts the stack, asks about a picture, prints answer, timings an
 up: venv  ## Runs the stack until Ctrl-C.
 	$(BIN)/triptych up
 
-test: venv  ## Everything, real services included.
-	$(BIN)/python -m pytest
+WORKERS ?= 2  # Test files run side by side in so many processes.
+
+test: venv  ## Everything, real services included: a quarter of an hour on two cores.
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 unit: venv  ## Only what needs no service: a minute and a half.
 	$(BIN)/python -m pytest -m 'not integration and not slow and not compose'

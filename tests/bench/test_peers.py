@@ -243,7 +243,9 @@ async def test_engines_take_turns_and_the_faster_one_wins(tmp_path: Path) -> Non
     )
     plan = Plan(write_text_only(tmp_path / "tiny"), (toy("fast"), toy("slow")), trials, rounds=2)
     said: list[str] = []
-    found = await compare(plan, lambda name, line: None, said.append)
+    kept: list[int] = []
+    found = await compare(plan, lambda name, line: None, said.append, lambda results: kept.append(len(results.samples)))
+    assert kept == [2, 4]  # What a later failure cannot take away.
     assert [one.entry for one in found.samples] == ["triptych-f32", "slow-f32", "slow-f32", "triptych-f32"]
     assert all(one.value and one.limit and not one.figures.errors for one in found.samples)
     (verdict,) = judge(found, trials, same_type=True)

@@ -59,7 +59,7 @@ def test_schemathesis_runs_clean(tmp_path: Path) -> None:
         try:
             result = subprocess.run(
                 [
-                    *(SCHEMATHESIS, "run", "openapi.json", "--url", url, "--seed", "7", "--max-examples", "30"),
+                    *(SCHEMATHESIS, "run", "openapi.json", "--url", url, "--seed", "7", "--max-examples", "12"),
                     *("--phases", "examples,coverage,fuzzing,stateful", "--generation-database", "none"),
                     # Valid by its schema is not yet a picture that is allowed, or a member that is supported.
                     *("--exclude-checks", "positive_data_acceptance"),

@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -87,12 +87,17 @@ def peers(
             raise typer.BadParameter("needs --results", param_hint="--only-report")
         found = read_results(results)
     else:
-        found = _measure(
-            engine or [], [known[name] for name in trial or ()], rounds, model, environments, logs, console
-        )
-        if results is not None:
-            found = read_results(results).joined(found) if results.exists() else found
-            results.write_text(found.model_dump_json(), "utf-8")
+        before = read_results(results) if results is not None and results.exists() else None
+
+        def joined(new: "Results") -> "Results":
+            return before.joined(new) if before else new
+
+        def keep(new: "Results") -> None:
+            if results is not None:
+                results.write_text(joined(new).model_dump_json(), "utf-8")
+
+        wanted = [known[name] for name in trial or ()]
+        found = joined(_measure(engine or [], wanted, rounds, model, environments, logs, console, keep))
     measured = {sample.trial for sample in found.samples}
     trials = [one for one in ALL_TRIALS if one.name in measured and (not trial or one.name in trial)]
     for table in tables_of(found, trials):
@@ -136,6 +141,7 @@ def _measure(
     environments: Path,
     logs: Path | None,
     console: "Console",
+    keep: "Callable[[Results], None]",
 ) -> "Results":
     from triptych.bench.peers.measure import Plan, compare, convert
     from triptych.bench.peers.picture_trials import trials_for
@@ -155,7 +161,8 @@ def _measure(
 
         for contestant in contestants:
             convert(contestant, progress)
-        return asyncio.run(_until_told(compare(Plan(model_dir, contestants, trials, rounds), sink, progress)))
+        plan = Plan(model_dir, contestants, trials, rounds)
+        return asyncio.run(_until_told(compare(plan, sink, progress, keep)))
 
 
 def _model_dir(model: str, environments: Path, console: "Console") -> Path:

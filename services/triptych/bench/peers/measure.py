@@ -103,9 +103,23 @@ def not_installed(contestant: Contestant, error: BaseException) -> Unavailable:
     return Unavailable(f"{contestant.name}: {error}; try triptych bench peers --install {contestant.engine}")
 
 
-async def compare(plan: Plan, sink: LogSink, progress: Progress) -> Results:
-    """Starts everybody, measures, stops everybody. Raises Unavailable when somebody does not get ready."""
-    samples: list[Sample] = []
+async def compare(
+    plan: Plan, sink: LogSink, progress: Progress, keep: Callable[[Results], None] = lambda results: None
+) -> Results:
+    """Starts everybody, measures, stops everybody. Raises Unavailable when somebody does not get ready.
+
+    `keep` gets what has been found each time that a trial has gone round.
+    """
+    results = Results(
+        version=__version__,
+        machine={"system": platform.system(), "processor": processor(), "cores": len(os.sched_getaffinity(0))},
+        model=plan.model_dir.name,
+        entries=[
+            Entry(name=one.name, engine=one.engine, title=one.title, access=one.access, dtype=one.dtype)
+            for one in plan.contestants
+        ],
+        samples=[],
+    )
     limits = Limits(plan.model_dir, len(os.sched_getaffinity(0)))
     async with AsyncExitStack() as exits:
         runners = []
@@ -119,17 +133,9 @@ async def compare(plan: Plan, sink: LogSink, progress: Progress) -> Results:
                 for runner in [*runners[turn:], *runners[:turn]]:
                     progress(f"round {number + 1} of {plan.rounds}, {trial.title}: {runner.contestant.name}")
                     limit = limits.of(trial, runner.contestant.dtype, rates)
-                    samples.append(await _sample(plan, runner, trial, number, limit))
-    return Results(
-        version=__version__,
-        machine={"system": platform.system(), "processor": processor(), "cores": len(os.sched_getaffinity(0))},
-        model=plan.model_dir.name,
-        entries=[
-            Entry(name=one.name, engine=one.engine, title=one.title, access=one.access, dtype=one.dtype)
-            for one in plan.contestants
-        ],
-        samples=samples,
-    )
+                    results.samples.append(await _sample(plan, runner, trial, number, limit))
+                keep(results)
+    return results
 
 
 @asynccontextmanager
