@@ -1,7 +1,6 @@
 """The worker as the router sees it: its signs of life, its KV look-up, its stream of words."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -10,6 +9,7 @@ import grpc
 from opentelemetry.context import Context
 
 from triptych.errors import StageTimeout, TriptychError, Unavailable
+from triptych.router.call_watch import CallWatch
 from triptych.rpc.channel import open_channel
 from triptych.rpc.status import from_rpc_error
 from triptych.telemetry.tracing import inject
@@ -18,7 +18,6 @@ from triptych.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 _RECONNECT_S = 0.2
-_LIVENESS_CHECK_S = 0.25
 # Statuses that gRPC itself makes when the peer is gone, is going, or never was.
 _CONNECTION_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
 
@@ -118,62 +117,29 @@ class WorkerClient:
         more signs of life, or a later event takes longer than next_event_s.
         """
         call = self._stub.Generate(request, metadata=inject(trace))
-        decoding = False
-        limit_s = first_token_s
-        deadline_s = time.monotonic() + limit_s
+        watch = CallWatch(call, lambda: None if self.alive else self._lost("no sign of life"))
+        watch.expect(
+            first_token_s,
+            StageTimeout(
+                f"no first token within {first_token_s:.3g} s (queue_timeout_s + prefill_timeout_s, or what the "
+                "call's own deadline left of it)",
+                reason="PREFILL_TIMEOUT",
+            ),
+        )
+        late = self._lost(f"no event for next_token_timeout_s={next_event_s:g}")
         try:
-            while True:
-                try:
-                    event = await self._read(call, deadline_s)
-                except TimeoutError:
-                    if decoding:
-                        raise self._lost(f"no event for next_token_timeout_s={limit_s:g}") from None
-                    raise StageTimeout(
-                        f"no first token within {limit_s:.3g} s (queue_timeout_s + prefill_timeout_s, or what the "
-                        "call's own deadline left of it)",
-                        reason="PREFILL_TIMEOUT",
-                    ) from None
-                if event is None:
-                    return
+            while isinstance(event := await watch.read(), worker_pb2.WorkerGenerateResponse):
                 yield event
                 if event.WhichOneof("event") != "started":
-                    decoding, limit_s = True, next_event_s
-                    deadline_s = time.monotonic() + limit_s
+                    watch.expect(next_event_s, late)
         except grpc.RpcError as error:
             raise self._translated(error) from None
         finally:
-            call.cancel()
+            watch.close()
 
     async def close(self) -> None:
         """Ends all connections."""
         await self._channel.close()
-
-    async def _read(
-        self,
-        call: "grpc.aio.UnaryStreamCall[worker_pb2.WorkerGenerateRequest, worker_pb2.WorkerGenerateResponse]",
-        deadline_s: float,
-    ) -> worker_pb2.WorkerGenerateResponse | None:
-        """Returns the next event, or None at the stream's end; looks for signs of life meanwhile.
-
-        Raises TimeoutError at the deadline.
-        """
-        reading = asyncio.ensure_future(call.read())
-        try:
-            while True:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise TimeoutError
-                await asyncio.wait((reading,), timeout=min(left_s, _LIVENESS_CHECK_S))
-                if reading.done():
-                    event = reading.result()
-                    return event if isinstance(event, worker_pb2.WorkerGenerateResponse) else None
-                if not self.alive:
-                    raise self._lost("no sign of life")
-        finally:
-            if not reading.done():
-                reading.cancel()
-                with contextlib.suppress(asyncio.CancelledError, grpc.RpcError):
-                    await reading
 
     def _translated(self, error: grpc.RpcError) -> TriptychError:
         translated = from_rpc_error(error)
