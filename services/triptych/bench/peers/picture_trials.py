@@ -52,7 +52,7 @@ PICTURE_TRIALS = (
     ),
     *(
         Trial(
-            name, f"texts and bursts of pictures, {rate:g} a second, good answers", "answers/s", "mixed", Shape(64, 32),
+            name, f"mixed traffic, {rate:g} requests/s, good answers", "answers/s", "mixed", Shape(64, 32),
             1, 36, good_answers, Bar(ratio), rate=rate,
         )
         for name, (rate, ratio) in MIXED_RATES.items()

@@ -15,6 +15,8 @@ from triptych.errors import Unavailable
 
 SECTION = "peers"
 
+_MOST_COLUMNS = 3
+
 
 def tables_of(results: Results, trials: Sequence[Trial]) -> list[Table]:
     """Returns the figures and the verdicts."""
@@ -49,15 +51,20 @@ def write_report(results: Results, trials: Sequence[Trial], file: Path, section:
 
 
 def write_plot(results: Results, trials: Sequence[Trial], file: Path) -> Path:
-    """Draws a bar per engine and trial, the rounds' range on it, and the limit as a line."""
+    """Draws a bar per engine and trial, and the rounds' range on it."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise Unavailable("no picture without matplotlib: pip install 'triptych[bench]'") from None
     rows = summarise(results, trials)
     entries = [one for one in results.entries if any(row.entry == one.name for row in rows)][::-1]
-    figure = Figure(figsize=(4 * len(trials), 1 + 0.32 * len(entries)), layout="constrained")
-    for axes, trial in zip(figure.subplots(1, len(trials), sharey=True, squeeze=False)[0], trials, strict=True):
+    columns = min(len(trials), _MOST_COLUMNS)
+    lines = -(-len(trials) // columns)
+    figure = Figure(figsize=(4 * columns, lines * (1 + 0.32 * len(entries))), layout="constrained")
+    places = list(figure.subplots(lines, columns, sharey=True, squeeze=False).flat)
+    for axes in places[len(trials) :]:
+        axes.set_visible(False)
+    for axes, trial in zip(places, trials, strict=False):
         of_trial = {row.entry: row.value for row in rows if row.trial == trial.name}
         for place, entry in enumerate(entries):
             value = of_trial.get(entry.name)
@@ -69,7 +76,7 @@ def write_plot(results: Results, trials: Sequence[Trial], file: Path) -> Path:
             axes.text(value.high, place, f" {_number(value.median)}", va="center", fontsize=8)
         axes.set_yticks(range(len(entries)), [f"{one.title}, {SHORT[one.dtype]}" for one in entries])
         axes.set_title(trial.title, fontsize=10)
-        axes.set_xlabel(trial.unit)
+        axes.set_xlabel(trial.unit if trial.better == "higher" else f"{trial.unit}, less is better")
         axes.margins(x=0.15)
         axes.grid(axis="x", alpha=0.3)
     figure.savefig(file, metadata={"Date": None})
