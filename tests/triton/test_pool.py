@@ -159,7 +159,7 @@ async def test_one_that_is_killed_costs_no_image_and_works_again_after_its_resta
 
     async def kill() -> None:
         await asyncio.sleep(0.02)
-        servers[1].stop(grace_s=0)
+        await asyncio.to_thread(servers[1].stop, grace_s=0)
 
     before = batches(encoder, settings_of_two[1])
     _, features = await asyncio.gather(kill(), encode_all(encoder, 100))

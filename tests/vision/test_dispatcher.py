@@ -283,3 +283,22 @@ async def test_the_endpoint_that_would_be_done_first_gets_the_batch() -> None:
     before = len(slow.batches)
     await encode(encoder, 1)
     assert len(slow.batches) == before + 1
+
+
+async def test_an_image_that_one_encoder_was_slow_with_and_another_is_gone_goes_back_to_the_slow_one() -> None:
+    gone, slow = FakeEndpoint("gone"), FakeEndpoint("slow")
+    gone.pending = 9  # At first the other one looks quicker.
+
+    async def first_is_late(images: Sequence[Pixels]) -> None:
+        gone.pending = 0
+        await asyncio.sleep(30 if len(slow.batches) == 1 else 0)
+
+    async def refuse(images: Sequence[Pixels]) -> None:
+        raise Unavailable("connection refused", reason="ENCODER_UNAVAILABLE")
+
+    slow.behave, gone.behave = first_is_late, refuse
+    encoder = scheduled(gone, slow)
+    assert await encode(encoder, 3.0) == 3.0
+    assert (len(slow.batches), len(gone.batches)) == (2, 1)
+    encoder.check_integrity()
+    await encoder.close()

@@ -307,7 +307,8 @@ class ScheduledEncoder:
             error = TriptychError(f"the encoder failed: {type(failure).__name__}", reason="ENCODER_FAILED")
         finally:
             seconds = self._clock() - batch.flying.started_s
-            self._pool.end(member, batch.flying, healthy=healthy)
+            gone = isinstance(error, Unavailable) and healthy is False
+            self._pool.end(member, batch.flying, healthy=healthy, lost=gone)
             self._metrics.flight_pixels.labels(member.endpoint.address).dec(plan.pixels)
             if healthy:
                 self._metrics.batch_seconds.labels(member.endpoint.address).observe(seconds)

@@ -49,6 +49,7 @@ class Member:
         flying: Its batches under way, oldest first.
         failures: How many of its batches failed in a row.
         rests_until_s: Until when it gets nothing, because it failed.
+        lost: Nobody answers there, by its last batch; until it is seen again.
         ended_s: When its last batch was done.
     """
 
@@ -57,6 +58,7 @@ class Member:
     flying: list[Flying] = field(default_factory=list)
     failures: int = 0
     rests_until_s: float = 0.0
+    lost: bool = False
     ended_s: float = float("-inf")
 
     @property
@@ -101,14 +103,20 @@ class EncoderPool:
 
     async def refresh(self, timeout_s: float) -> bool:
         """Looks at all encoders at once and returns `ready`."""
-        await asyncio.gather(*(member.endpoint.refresh(timeout_s) for member in self.members))
+        seen = await asyncio.gather(*(member.endpoint.refresh(timeout_s) for member in self.members))
+        for member, answers in zip(self.members, seen, strict=True):
+            member.lost = member.lost and not answers
         return self.ready
 
     def serving(self, version: str) -> list[Member]:
-        """Returns the encoders that serve a version and get work now; those that rest, if no other is left."""
+        """Returns the encoders that serve a version and get work now.
+
+        If none is left, those that rest because they were slow; then those where nobody answers.
+        """
         now_s = self._clock()
         ready = [m for m in self.members if m.endpoint.ready and version in m.endpoint.versions]
-        return [member for member in ready if member.usable(now_s)] or ready
+        usable = [member for member in ready if member.usable(now_s)]
+        return usable or [member for member in ready if not member.lost] or ready
 
     def seconds_for(self, member: Member, pixels: int) -> float:
         """Returns how long a batch of so many pixels is expected to take in an encoder.
@@ -149,9 +157,13 @@ class EncoderPool:
         member.flying.append(flying)
         return flying
 
-    def end(self, member: Member, flying: Flying, *, healthy: bool | None) -> None:
-        """Takes a batch off the books. `healthy`: whether the encoder did its part; None: there is no telling."""
+    def end(self, member: Member, flying: Flying, *, healthy: bool | None, lost: bool = False) -> None:
+        """Takes a batch off the books.
+
+        `healthy`: whether the encoder did its part; None: there is no telling. `lost`: nobody answered.
+        """
         member.flying.remove(flying)
+        member.lost = lost or (member.lost and not healthy)
         now_s = self._clock()
         if healthy:
             # While the batch before it ran, this one only waited.
