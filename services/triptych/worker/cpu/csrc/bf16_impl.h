@@ -130,6 +130,18 @@ static void multiply_amx(const Product& product, int first, int rows, const std:
   }
 }
 
+// As sum_panel; sums are [32, 32].
+static void sum_amx(const Product& product, int rows, const std::byte* packed, const Bf16* w, float* sums) {
+  if (rows <= kVectorRows) return sum_panel<Bf16>(product, rows, packed, w, sums);
+  const Bf16* x = static_cast<const Bf16*>(product.x);
+  const char* ahead = reinterpret_cast<const char*>(w) + 4096;
+  const int k = product.weights->padded_inputs;
+  if (rows > 16)
+    amx_tile<2>(x, product.ldx, w, k, sums, kPanel, false, ahead);
+  else
+    amx_tile<1>(x, product.ldx, w, k, sums, kPanel, false, ahead);
+}
+
 #else
 
 static void enter() {}

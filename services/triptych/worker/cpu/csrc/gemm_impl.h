@@ -150,15 +150,17 @@ static void multiply_rows(int rows, const X* x, size_t ldx, const W* w, int k, f
 
 // Finishes rows [first, first + rows) of a panel whose sums are in c [rows, 32].
 template <class X>
-static void finish(const Product& product, int first, int rows, int panel, float* c) {
+static void finish(const Product& product, int first, int rows, int panel, const float* c) {
   const Panels& weights = *product.weights;
   const int column = panel * kPanel;
+  alignas(64) float scaled[kSummedRows * kPanel];
   if (weights.scales) {
     const F16 s0 = load<F16>(weights.scales + column), s1 = load<F16>(weights.scales + column + 16);
     for (int r = 0; r < rows; ++r) {
-      store(c + r * kPanel, load<F16>(c + r * kPanel) * s0);
-      store(c + r * kPanel + 16, load<F16>(c + r * kPanel + 16) * s1);
+      store(scaled + r * kPanel, load<F16>(c + r * kPanel) * s0);
+      store(scaled + r * kPanel + 16, load<F16>(c + r * kPanel + 16) * s1);
     }
+    c = scaled;
   }
   if (product.finish == Finish::kSwiGlu) {
     for (int r = 0; r < rows; ++r) {
@@ -183,14 +185,14 @@ static void finish(const Product& product, int first, int rows, int panel, float
   }
 }
 
-// Rows of a panel in tiles. `packed` is where the panel comes from: while w is used again and again, the panel after
-// it is fetched, a part of it during each pass.
-template <class X, class W>
-static void multiply_panel(const Product& product, int first, int rows, const std::byte* packed, int panel,
-                           const W* w) {
+// Rows of a panel in tiles: calls to(row) for where the sums of a tile go, whose first row is that one, then
+// done(row, height). `packed` is where the panel comes from: while w is used again and again, the panel after it is
+// fetched, a part of it during each pass.
+template <class X, class W, class To, class Done>
+TRIPTYCH_INLINE void each_tile(const Product& product, int first, int rows, const std::byte* packed, const W* w,
+                               const To& to, const Done& done_with) {
   const X* x = static_cast<const X*>(product.x);
   const int k = product.weights->padded_inputs;
-  alignas(64) float c[kSpareRows * kPanel];
   const int tiles = (rows + kTileRows - 1) / kTileRows;
   const int steps = k * kPanel * int(sizeof(W)) / kStepBytes<W>;
   Ahead ahead = Ahead::stream(w, kStepBytes<W>);
@@ -200,10 +202,26 @@ static void multiply_panel(const Product& product, int first, int rows, const st
   for (int pass = 0, done = 0; pass < tiles; ++pass) {
     const int height = (rows - done + tiles - pass - 1) / (tiles - pass);
     ahead.turn = pass;
-    tile_of(height, x + (first + done) * product.ldx, product.ldx, w, k, c, kPanel, false, ahead);
-    finish<X>(product, first + done, height, panel, c);
+    tile_of(height, x + (first + done) * product.ldx, product.ldx, w, k, to(done), kPanel, false, ahead);
+    done_with(done, height);
     done += height;
   }
+}
+
+template <class X, class W>
+static void multiply_panel(const Product& product, int first, int rows, const std::byte* packed, int panel,
+                           const W* w) {
+  alignas(64) float c[kTileRows * kPanel];
+  each_tile<X>(
+      product, first, rows, packed, w, [&](int) { return c; },
+      [&](int done, int height) { finish<X>(product, first + done, height, panel, c); });
+}
+
+// The same without the end: sums [rows, 32] of all rows at once.
+template <class X, class W>
+static void sum_panel(const Product& product, int rows, const std::byte* packed, const W* w, float* sums) {
+  each_tile<X>(
+      product, 0, rows, packed, w, [&](int done) { return sums + done * kPanel; }, [](int, int) {});
 }
 
 }  // namespace TRIPTYCH_ISA

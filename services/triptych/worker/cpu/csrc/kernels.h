@@ -24,6 +24,9 @@ constexpr int kMaxRank = 256;
 // Rows that buffers have in excess, because AMX reads and writes sixteen at a time.
 constexpr int kSpareRows = 32;
 
+// Most rows whose sums are kept apart until a whole panel is done.
+constexpr int kSummedRows = 32;
+
 // What is done with a product's rows.
 enum class Finish {
   kStore,   // out = product + bias
@@ -90,6 +93,9 @@ struct Kernels {
 
   // Rows [first, first + rows) of one panel of a product.
   void (*multiply)(const Product& product, int first, int rows, int panel, void* scratch);
+  // The same in two parts, for all of at most kSummedRows rows: sums [kSummedRows, 32], and what is done with them.
+  void (*sum)(const Product& product, int panel, void* scratch, float* sums);
+  void (*finish_sums)(const Product& product, int panel, const float* sums);
   // RMSNorm of one row of n floats, written as activations.
   void (*norm)(const float* x, const float* weight, float epsilon, int n, void* activations);
   // Turns heads [heads, head_dim] in place by cosines and sines [head_dim / 2] and multiplies by scale.

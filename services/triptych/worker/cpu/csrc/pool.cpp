@@ -1,25 +1,14 @@
 #include "pool.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include <stdexcept>
+#include <utility>
 
 namespace triptych {
 namespace {
 
-// A pause takes 10 to 50 ns: this is 20 to 100 us.
-constexpr int kSpins = 2000;
-
-void relax() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("isb");
-#endif
-}
-
 // Waits until `value` is no longer `old`. Whoever changes it wakes it if `sleepers` is not zero.
 void wait_for_change(std::atomic<unsigned>& value, unsigned old, std::atomic<int>& sleepers) {
+  constexpr int kSpins = 2000;
   for (int spin = 0; spin < kSpins; ++spin) {
     if (value.load(std::memory_order_acquire) != old) return;
     relax();
@@ -31,18 +20,41 @@ void wait_for_change(std::atomic<unsigned>& value, unsigned old, std::atomic<int
 
 }  // namespace
 
-void Barrier::wait() {
-  const unsigned round = round_.load(std::memory_order_relaxed);
-  if (missing_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-    missing_.store(threads_, std::memory_order_relaxed);
-    round_.store(round + 1);
-    if (sleepers_.load()) round_.notify_all();
-  } else {
-    wait_for_change(round_, round, sleepers_);
+bool Pool::take(uint64_t phase, int owner, long items, long& item) {
+  const long begin = share_begin(items, owner), end = share_begin(items, owner + 1);
+  std::atomic<uint64_t>& word = shares_[owner].taken;
+  for (uint64_t seen = word.load(std::memory_order_relaxed);;) {
+    const uint64_t of = seen >> kCountBits;
+    const long taken = of == phase ? static_cast<long>(seen & kCountMask) : 0;
+    if (of > phase || begin + taken >= end) return false;
+    if (word.compare_exchange_weak(seen, phase << kCountBits | (taken + 1), std::memory_order_relaxed)) {
+      item = begin + taken;
+      return true;
+    }
   }
 }
 
-Pool::Pool(int threads) : threads_(threads), barrier_(threads), counters_(new Counter[2 * threads]) {
+void Pool::count_done(uint64_t phase, long items) {
+  for (uint64_t seen = done_.load(std::memory_order_relaxed);;) {
+    const long done = seen >> kCountBits == phase ? static_cast<long>(seen & kCountMask) : 0;
+    if (!done_.compare_exchange_weak(seen, phase << kCountBits | (done + 1), std::memory_order_acq_rel)) continue;
+    if (done + 1 < items) return;
+    over_.store(phase);
+    if (waiting_for_bell_.load()) {
+      bell_.fetch_add(1);
+      bell_.notify_all();
+    }
+    return;
+  }
+}
+
+void Pool::sleep_until_over(uint64_t phase) {
+  waiting_for_bell_.fetch_add(1);
+  for (unsigned heard; heard = bell_.load(), over_.load() < phase;) bell_.wait(heard);
+  waiting_for_bell_.fetch_sub(1);
+}
+
+Pool::Pool(int threads) : threads_(threads), shares_(new Share[threads]) {
   for (int index = 0; index < threads; ++index) workers_.emplace_back([this, index] { serve(index); });
 }
 
@@ -55,8 +67,8 @@ Pool::~Pool() {
 
 void Pool::start(std::function<void(Team&)> job) {
   job_ = std::move(job);
+  first_phase_ = over_.load();
   working_.store(threads_);
-  for (int i = 0; i < 2 * threads_; ++i) counters_[i].taken.store(0, std::memory_order_relaxed);
   posted_.fetch_add(1);
   if (sleepers_.load()) posted_.notify_all();
 }
@@ -69,7 +81,7 @@ void Pool::serve(int index) {
   for (unsigned seen = 0;; ++seen) {
     wait_for_change(posted_, seen, sleepers_);
     if (stopping_.load()) return;
-    Team team(*this, index);
+    Team team(*this, index, first_phase_);
     job_(team);
     if (working_.fetch_sub(1) == 1) working_.notify_all();
   }

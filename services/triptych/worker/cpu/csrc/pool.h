@@ -1,46 +1,46 @@
-// A fixed team of threads that runs one job at a time in lock step, while its caller does something else.
+// A fixed team of threads that runs one job at a time, phase by phase, while its caller does something else.
+//
+// A phase is a number of items, and ends when all are done; the next one begins for whoever is there. A thread that
+// the system holds up (on a machine with two cores, whatever else wants one) delays nobody, if what it had in hand is
+// work that may be done twice: another thread does it, and the first of both to end keeps its result. The late one
+// finds its phases over, and joins in where the others are.
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <thread>
-#include <utility>
 #include <vector>
 
 namespace triptych {
 
-// Where threads of a team wait for each other: they spin for some tens of microseconds, then sleep.
-class Barrier {
- public:
-  explicit Barrier(int threads) : threads_(threads), missing_(threads) {}
-  void wait();
-
- private:
-  const int threads_;
-  alignas(64) std::atomic<int> missing_;
-  alignas(64) std::atomic<unsigned> round_{0};
-  alignas(64) std::atomic<int> sleepers_{0};
-};
-
 class Pool;
 
-// One thread's view of a running job.
+// One thread's view of a running job. Every thread of the team must make the same calls.
 class Team {
  public:
-  Team(Pool& pool, int index) : pool_(pool), index_(index) {}
+  Team(Pool& pool, int index, uint64_t phase) : pool_(pool), index_(index), phase_(phase) {}
   int index() const { return index_; }
 
   // Calls work(item) for every item in [0, items) once, over all threads, then waits until all are done. Each thread
   // has a contiguous share, which keeps its memory stream in order; one that finishes early helps the others.
-  // Every thread of the team must make the same calls.
   template <class Work>
   void for_each(long items, const Work& work);
 
+  // The same for work in two parts: compute(item), which writes nothing that another thread sees and may be called
+  // twice for an item, the second time with inputs that are being overwritten; then keep(item), once, on the same
+  // thread.
+  template <class Compute, class Keep>
+  void for_each(long items, const Compute& compute, const Keep& keep);
+
  private:
+  template <class Compute, class Keep>
+  bool redo(const Compute& compute, const Keep& keep, long items);
+
   Pool& pool_;
   const int index_;
-  unsigned phase_ = 0;
+  uint64_t phase_;  // The last one this thread was in.
 };
 
 class Pool {
@@ -63,18 +63,42 @@ class Pool {
 
  private:
   friend class Team;
-  struct alignas(64) Counter {
-    std::atomic<long> taken{0};
+
+  // A count that belongs to a phase, in one word. One of an earlier phase stands for zero. Phases never come again:
+  // their 44 bits last for years.
+  static constexpr int kCountBits = 20;
+  static constexpr uint64_t kCountMask = (uint64_t{1} << kCountBits) - 1;
+  static constexpr long kMostItems = kCountMask;
+
+  // What a thread has in hand: a phase's item, and whether somebody has claimed its result. A phase's upper bits are
+  // cut off; only equality counts.
+  static uint64_t in_hand(uint64_t phase, long item) { return phase << (kCountBits + 1) | uint64_t(item) << 1; }
+  static constexpr uint64_t kClaimed = 1;
+
+  struct alignas(64) Share {
+    std::atomic<uint64_t> taken{0};
+    std::atomic<uint64_t> hand{kClaimed};
   };
 
-  void serve(int index);
   long share_begin(long items, int thread) const { return items * thread / threads_; }
-  Counter& counter(unsigned phase, int thread) { return counters_[(phase & 1) * threads_ + thread]; }
+  // Takes the next item of a thread's share, if the phase is not over and one is left.
+  bool take(uint64_t phase, int owner, long items, long& item);
+  void count_done(uint64_t phase, long items);
+  bool is_over(uint64_t phase) const { return over_.load(std::memory_order_acquire) >= phase; }
+  // Waits until the phase is over. From time to time help() is called; it returns whether it did something.
+  template <class Help>
+  void await(uint64_t phase, const Help& help);
+  void sleep_until_over(uint64_t phase);
+  void serve(int index);
 
   const int threads_;
-  Barrier barrier_;
-  std::unique_ptr<Counter[]> counters_;
+  std::unique_ptr<Share[]> shares_;
+  alignas(64) std::atomic<uint64_t> done_{0};
+  alignas(64) std::atomic<uint64_t> over_{0};  // The last phase of which all items are done.
+  std::atomic<unsigned> bell_{0};
+  std::atomic<int> waiting_for_bell_{0};
   std::function<void(Team&)> job_;
+  uint64_t first_phase_ = 0;
   alignas(64) std::atomic<unsigned> posted_{0};
   std::atomic<int> sleepers_{0};
   alignas(64) std::atomic<int> working_{0};
@@ -82,20 +106,72 @@ class Pool {
   std::vector<std::thread> workers_;
 };
 
+// A processor's way to spend some ten nanoseconds on waiting.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");
+#endif
+}
+
+template <class Help>
+void Pool::await(uint64_t phase, const Help& help) {
+  // A pause takes 10 to 50 ns: help is tried after 5 to 25 us, sleep after 20 to 100.
+  constexpr int kSpins = 2000, kPatience = 500;
+  for (int spin = 0; spin < kSpins; ++spin) {
+    if (is_over(phase)) return;
+    if (spin >= kPatience && spin % 16 == 0 && help()) spin = kPatience;
+    relax();
+  }
+  sleep_until_over(phase);
+}
+
 template <class Work>
 void Team::for_each(long items, const Work& work) {
-  const int threads = pool_.threads_;
-  // Nobody touches the other set of counters now: its last phase is behind a barrier, its next one in front of one.
-  pool_.counter(phase_ + 1, index_).taken.store(0, std::memory_order_relaxed);
-  for (int step = 0; step < threads; ++step) {
-    const int owner = (index_ + step) % threads;
-    const long begin = pool_.share_begin(items, owner), end = pool_.share_begin(items, owner + 1);
-    std::atomic<long>& taken = pool_.counter(phase_, owner).taken;
-    if (begin + taken.load(std::memory_order_relaxed) >= end) continue;
-    for (long item; (item = begin + taken.fetch_add(1, std::memory_order_relaxed)) < end;) work(item);
+  if (items <= 0) return;
+  const uint64_t phase = ++phase_;
+  for (int step = 0; step < pool_.threads_ && !pool_.is_over(phase); ++step)
+    for (long item; pool_.take(phase, (index_ + step) % pool_.threads_, items, item);) {
+      work(item);
+      pool_.count_done(phase, items);
+    }
+  pool_.await(phase, [] { return false; });
+}
+
+template <class Compute, class Keep>
+void Team::for_each(long items, const Compute& compute, const Keep& keep) {
+  if (items <= 0) return;
+  const uint64_t phase = ++phase_;
+  std::atomic<uint64_t>& hand = pool_.shares_[index_].hand;
+  for (int step = 0; step < pool_.threads_ && !pool_.is_over(phase); ++step)
+    for (long item; pool_.take(phase, (index_ + step) % pool_.threads_, items, item);) {
+      uint64_t mine = Pool::in_hand(phase, item);
+      hand.store(mine, std::memory_order_release);
+      compute(item);
+      if (!hand.compare_exchange_strong(mine, mine | Pool::kClaimed, std::memory_order_acq_rel)) continue;
+      keep(item);
+      pool_.count_done(phase, items);
+    }
+  pool_.await(phase, [&] { return redo(compute, keep, items); });
+}
+
+// Does what another thread has had in hand for long. Returns whether there was something.
+template <class Compute, class Keep>
+bool Team::redo(const Compute& compute, const Keep& keep, long items) {
+  for (int thread = 0; thread < pool_.threads_; ++thread) {
+    std::atomic<uint64_t>& hand = pool_.shares_[thread].hand;
+    uint64_t theirs = hand.load(std::memory_order_acquire);
+    const long item = theirs >> 1 & Pool::kCountMask;
+    if (theirs != Pool::in_hand(phase_, item)) continue;  // Claimed, or of another phase.
+    compute(item);
+    if (hand.compare_exchange_strong(theirs, theirs | Pool::kClaimed, std::memory_order_acq_rel)) {
+      keep(item);
+      pool_.count_done(phase_, items);
+    }
+    return true;
   }
-  ++phase_;
-  pool_.barrier_.wait();
+  return false;
 }
 
 }  // namespace triptych

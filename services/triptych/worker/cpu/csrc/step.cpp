@@ -109,6 +109,7 @@ class Decoder::Step {
   void attend(Team& team, int layer, const AttentionPlan& plan) const;
   AttentionShape cache_at(int cache, int layer) const;
   void attend_part(Team& team, int layer, const AttentionPlan& plan, const AttentionItem& item) const;
+  void keep_part(Team& team, const AttentionPlan& plan, const AttentionItem& item) const;
   void attend_segment(Team& team, int layer, const float* queries, const AttentionItem& item, float* partial) const;
   void keep_wanted_rows() const;
   void finish(Team& team);
@@ -122,6 +123,7 @@ class Decoder::Step {
   const size_t element_;  // Bytes of an activation.
   const int queries_, keys_, qkv_;
   const size_t ld_hidden_, ld_attended_, ld_gated_;
+  const size_t part_bytes_;
 };
 
 Decoder::Step::Step(Decoder& decoder, const StepInput& input, const StepOutput& output)
@@ -137,7 +139,8 @@ Decoder::Step::Step(Decoder& decoder, const StepInput& input, const StepOutput& 
       qkv_(queries_ + 2 * keys_),
       ld_hidden_(round_up(s_.hidden, kInputStep)),
       ld_attended_(round_up(queries_, kInputStep)),
-      ld_gated_(round_up(s_.intermediate, kInputStep)) {
+      ld_gated_(round_up(s_.intermediate, kInputStep)),
+      part_bytes_(round_up(sizeof(float) * partial_floats(s_.heads, s_.head_dim), 64)) {
   const size_t rows = input.tokens, spare = rows + kSpareRows;
   b_.hidden.reserve(4 * rows * s_.hidden);
   b_.normed.reserve(element_ * spare * ld_hidden_);
@@ -148,7 +151,7 @@ Decoder::Step::Step(Decoder& decoder, const StepInput& input, const StepOutput& 
   b_.partials.reserve(4 * partials * partial_floats(s_.heads, s_.head_dim));
   if (!output.logits && output.greedy) b_.logits.reserve(4 * d_.logit_rows_.size() * s_.vocabulary);
   const size_t widest = std::max({ld_hidden_, ld_attended_, ld_gated_});
-  const size_t expanded = d_.low_rank_.rank ? sizeof(float) * 2 * kMaxPartTokens * keys_ : 0;
+  const size_t expanded = part_bytes_ + (d_.low_rank_.rank ? sizeof(float) * 2 * kMaxPartTokens * keys_ : 0);
   b_.scratch_stride = round_up(std::max({k_.multiply_scratch(static_cast<int>(widest)),
                                          k_.prefill_scratch(s_.head_dim), expanded}) + 64, 4096);
   b_.scratch.reserve(b_.scratch_stride * d_.pool_.threads());
@@ -187,7 +190,8 @@ void Decoder::Step::run(Team& team) {
   k_.leave();
 }
 
-// Returns activations [rows, padded hidden] of the residual stream's RMSNorm.
+// Returns activations [rows, padded hidden] of the residual stream's RMSNorm. A thread that comes late may read rows
+// that are being overwritten; nobody uses what it makes of them.
 const void* Decoder::Step::normalise(Team& team, const float* weight, int rows) {
   const float* hidden = b_.hidden.floats();
   if (rows <= kPrivateRows) {
@@ -204,8 +208,14 @@ const void* Decoder::Step::normalise(Team& team, const float* weight, int rows) 
 }
 
 void Decoder::Step::multiply(Team& team, const Product& product) const {
-  const int blocks = divide_up(product.rows, k_.row_block(product.weights->padded_inputs));
   const int panels = product.weights->count;
+  if (product.rows <= kSummedRows) {
+    alignas(64) float sums[kSummedRows * kPanel];
+    return team.for_each(
+        panels, [&](long panel) { k_.sum(product, static_cast<int>(panel), scratch(team), sums); },
+        [&](long panel) { k_.finish_sums(product, static_cast<int>(panel), sums); });
+  }
+  const int blocks = divide_up(product.rows, k_.row_block(product.weights->padded_inputs));
   // Blocks of rows are the outer loop: a block stays in the cache while panels stream by.
   team.for_each(long(blocks) * panels, [&](long item) {
     const int block = static_cast<int>(item / panels);
@@ -236,9 +246,12 @@ void Decoder::Step::rotate_and_write(Team& team, int layer) const {
 void Decoder::Step::attend(Team& team, int layer, const AttentionPlan& plan) const {
   const AttentionShape shape = cache_at(0, layer);
   const int group = s_.heads / s_.kv_heads;
-  team.for_each(long(plan.items.size()), [&](long i) {
+  const auto compute = [&](long i) {
+    if (plan.items[i].parts) attend_part(team, layer, plan, plan.items[i]);
+  };
+  team.for_each(long(plan.items.size()), compute, [&](long i) {
     const AttentionItem& item = plan.items[i];
-    if (item.parts) return attend_part(team, layer, plan, item);
+    if (item.parts) return keep_part(team, plan, item);
     const Rows& rows = plan.rows[item.rows];
     const float* queries =
         b_.qkv.floats() + size_t(rows.first + item.first) * qkv_ + item.kv_head * group * s_.head_dim;
@@ -252,18 +265,25 @@ AttentionShape Decoder::Step::cache_at(int cache, int layer) const {
   return {s_.heads, s_.kv_heads, s_.head_dim, d_.cache_type_, c.keys[layer], c.values[layer]};
 }
 
+// Leaves the part at the start of the thread's scratch.
 void Decoder::Step::attend_part(Team& team, int layer, const AttentionPlan& plan, const AttentionItem& item) const {
   const Rows& rows = plan.rows[item.rows];
-  const size_t stride = partial_floats(s_.heads, s_.head_dim);
-  float* partials = b_.partials.floats() + item.first_part * stride;
   const float* queries = b_.qkv.floats() + size_t(rows.first) * qkv_;
-  float* partial = partials + item.part * stride;
+  auto* partial = reinterpret_cast<float*>(scratch(team));
   if (item.segment) {
     attend_segment(team, layer, queries, item, partial);
   } else {
     k_.decode_part(cache_at(0, layer), queries, {rows.table, item.first, item.count, rows.position + 1, nullptr},
                    partial);
   }
+}
+
+// Puts the part in its place; whoever brings a row's last one joins them.
+void Decoder::Step::keep_part(Team& team, const AttentionPlan& plan, const AttentionItem& item) const {
+  const Rows& rows = plan.rows[item.rows];
+  const size_t stride = partial_floats(s_.heads, s_.head_dim);
+  float* partials = b_.partials.floats() + item.first_part * stride;
+  std::memcpy(partials + item.part * stride, scratch(team), sizeof(float) * stride);
   std::atomic<int>& done = b_.parts_done[item.rows];
   if (item.parts > 1 && done.fetch_add(1, std::memory_order_acq_rel) + 1 < item.parts) return;
   done.store(0, std::memory_order_relaxed);
@@ -279,7 +299,7 @@ void Decoder::Step::attend_segment(Team& team, int layer, const float* queries, 
   if (!segment.origins) return k_.decode_part(shape, queries, range, partial);
   const LowRank& low_rank = d_.low_rank_;
   const size_t means = size_t(layer) * keys_, vectors = means * low_rank.rank;
-  float* keys = reinterpret_cast<float*>(scratch(team));
+  float* keys = reinterpret_cast<float*>(scratch(team) + part_bytes_);
   float* values = keys + size_t(kMaxPartTokens) * keys_;
   k_.expand(shape, shape.keys, {&low_rank.keys[vectors], &low_rank.key_means[means], low_rank.rank}, range, keys);
   k_.expand(shape, shape.values, {&low_rank.values[vectors], &low_rank.value_means[means], low_rank.rank}, range,

@@ -23,25 +23,15 @@ constexpr int kStep = kTileRows;
 #if defined(TRIPTYCH_BF16)
 using Activation = Bf16;
 
-static void multiply_bf16(const Product& product, int first, int rows, const std::byte* packed, int panel,
-                          const Bf16* w) {
-#if defined(TRIPTYCH_AMX)
-  multiply_amx(product, first, rows, packed, panel, w);
-#else
-  multiply_panel<Bf16>(product, first, rows, packed, panel, w);
-#endif
-}
-
-static void multiply(const Product& product, int first, int rows, int panel, void* scratch) {
+// Calls run(packed, w) with a panel as it is kept, and as bfloat16.
+template <class Run>
+static void with_panel(const Product& product, int, int panel, void* scratch, const Run& run) {
   const Panels& weights = *product.weights;
-  const std::byte* w = weights.panel(panel);
-  if (weights.format == WeightFormat::kInt8) {
-    auto* wide = static_cast<Bf16*>(scratch);
-    unpack(reinterpret_cast<const int8_t*>(w), weights.padded_inputs, wide);
-    multiply_bf16(product, first, rows, w, panel, wide);
-  } else {
-    multiply_bf16(product, first, rows, w, panel, reinterpret_cast<const Bf16*>(w));
-  }
+  const std::byte* packed = weights.panel(panel);
+  if (weights.format != WeightFormat::kInt8) return run(packed, reinterpret_cast<const Bf16*>(packed));
+  auto* wide = static_cast<Bf16*>(scratch);
+  unpack(reinterpret_cast<const int8_t*>(packed), weights.padded_inputs, wide);
+  run(packed, static_cast<const Bf16*>(wide));
 }
 
 static size_t multiply_scratch(int padded_inputs) { return sizeof(Bf16) * kPanel * padded_inputs; }
@@ -56,25 +46,50 @@ static void leave() {}
 // tile: writing and reading an unpacked panel costs more.
 constexpr int kUnpackTiles = 3;
 
-static void multiply(const Product& product, int first, int rows, int panel, void* scratch) {
+// Calls run(packed, w) with a panel as it is kept, and as it is best multiplied by so many rows.
+template <class Run>
+static void with_panel(const Product& product, int rows, int panel, void* scratch, const Run& run) {
   const std::byte* packed = product.weights->panel(panel);
-  const auto run = [&](const auto* w) { multiply_panel<float>(product, first, rows, packed, panel, w); };
   switch (product.weights->format) {
     case WeightFormat::kF32:
-      return run(reinterpret_cast<const float*>(packed));
+      return run(packed, reinterpret_cast<const float*>(packed));
     case WeightFormat::kBf16:
-      return run(reinterpret_cast<const Bf16*>(packed));
+      return run(packed, reinterpret_cast<const Bf16*>(packed));
     case WeightFormat::kInt8: {
       const auto* w = reinterpret_cast<const int8_t*>(packed);
-      if (rows <= (kUnpackTiles - 1) * kTileRows) return run(w);
+      if (rows <= (kUnpackTiles - 1) * kTileRows) return run(packed, w);
       unpack(w, product.weights->padded_inputs, static_cast<float*>(scratch));
-      return run(static_cast<const float*>(scratch));
+      return run(packed, static_cast<const float*>(scratch));
     }
   }
 }
 
 static size_t multiply_scratch(int padded_inputs) { return sizeof(float) * kPanel * padded_inputs; }
 #endif
+
+static void multiply(const Product& product, int first, int rows, int panel, void* scratch) {
+  with_panel(product, rows, panel, scratch, [&](const std::byte* packed, const auto* w) {
+#if defined(TRIPTYCH_AMX)
+    multiply_amx(product, first, rows, packed, panel, w);
+#else
+    multiply_panel<Activation>(product, first, rows, packed, panel, w);
+#endif
+  });
+}
+
+static void sum(const Product& product, int panel, void* scratch, float* sums) {
+  with_panel(product, product.rows, panel, scratch, [&](const std::byte* packed, const auto* w) {
+#if defined(TRIPTYCH_AMX)
+    sum_amx(product, product.rows, packed, w, sums);
+#else
+    sum_panel<Activation>(product, product.rows, packed, w, sums);
+#endif
+  });
+}
+
+static void finish_sums(const Product& product, int panel, const float* sums) {
+  finish<Activation>(product, 0, product.rows, panel, sums);
+}
 
 // Half of the level-2 cache for the rows; the panel and the sums share the other half.
 static int row_block(int padded_inputs) {
@@ -93,6 +108,8 @@ const Kernels kTable = {
     enter,
     leave,
     multiply,
+    sum,
+    finish_sums,
     norm<Activation>,
     rotate,
     write_cache,
