@@ -247,6 +247,22 @@ def test_input_that_does_not_fit_is_refused() -> None:
         world.decoder.start(rows[:, :-1], [SequenceRows(40, 40, 1, world.tables[0])])
 
 
+@pytest.mark.parametrize("weight_format", ["fp32", "bf16", "int8"])
+def test_threads_that_are_held_up_change_nothing(weight_format: WeightFormat) -> None:
+    """With more threads than cores some are always held up; others do what these have in hand, at times both."""
+    shape = shape_of(layers=3, hidden_size=192, intermediate_size=320)
+    lengths = [90, 40, 300, 17, 64, 129]
+    alone, crowd = (World(shape, lengths, weight_format=weight_format, threads=threads) for threads in (1, 9))
+    prefill = [(s, 0, length - 1, 0) for s, length in enumerate(lengths)]
+    decode = [(s, length - 1, length, 1) for s, length in enumerate(lengths)]
+    for world in (alone, crowd):
+        world.step(prefill)
+    expected = logits_of(alone, decode)
+    for _ in range(300):
+        assert torch.equal(logits_of(crowd, decode), expected)
+        assert torch.equal(logits_of(crowd, decode[2:3]), expected[2:3])
+
+
 def test_idle_threads_sleep() -> None:
     world = World(shape_of(), [40], threads=4)
     world.check([(0, 0, 40, 1)], FP32_ERROR)
