@@ -308,3 +308,11 @@ def test_unless_told_otherwise_what_is_installed_is_compared_in_both_types(tmp_p
     (tmp_path / "llamacpp").mkdir()
     made = make_contestants([], write_text_only(tmp_path / "tiny"), tmp_path)
     assert [one.name for one in made] == ["triptych-bf16", "triptych-f32", "llamacpp-bf16", "llamacpp-f32"]
+
+
+def test_a_peer_does_not_inherit_what_was_set_for_our_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "PYTHONPATH", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    inherited = Command(("true",), {"KEY": "value"}).environment
+    assert {"OMP_WAIT_POLICY", "PYTHONPATH"}.isdisjoint(inherited)
+    assert (inherited["OMP_NUM_THREADS"], inherited["KEY"]) == ("1", "value")

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from triptych.errors import TriptychError
 from triptych.rpc.channel import open_channel
 from triptych.rpc.status import from_rpc_error
 from triptych.v1 import generation_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from triptych.worker.engine.runner import Outcome
+from triptych.worker.engine.scheduler import StepPlan
 from triptych.worker.server import SERVICE_NAME, Worker
 
 QUESTION = "what color is the big round thing on the left side of the picture"
@@ -31,7 +34,12 @@ def settings_for(folder: Path, **overrides: Any) -> WorkerSettings:
 def slow_down(worker: Worker, step_s: float) -> None:
     """Makes each of the engine's steps take `step_s` longer, so that a test can do something in the middle."""
     start = worker.model.engine.runner.start
-    worker.model.engine.runner.start = lambda plan: (time.sleep(step_s), start(plan))[1]  # type: ignore[method-assign]
+
+    def slowly(plan: StepPlan) -> Callable[[], list[Outcome]]:
+        time.sleep(step_s)
+        return start(plan)
+
+    worker.model.engine.runner.start = slowly  # type: ignore[method-assign]
 
 
 class Client:

@@ -14,6 +14,10 @@ SHIM = Path(__file__).parent / "shim" / "server.py"
 """An OpenAI server for engines that have none; runs in their environments, without this package."""
 
 
+# OMP_WAIT_POLICY is set for our own engine when it is imported; a peer chooses its own.
+_OURS = ("PYTHONPATH", "VIRTUAL_ENV", "LD_PRELOAD", "OMP_WAIT_POLICY")
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """A program to run: arguments, and variables beside this process's own."""
@@ -24,7 +28,7 @@ class Command:
     @property
     def environment(self) -> dict[str, str]:
         """The whole environment. Our own packages and settings stay out of it: the peer has its own."""
-        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "LD_PRELOAD")}
+        kept = {k: v for k, v in os.environ.items() if k not in _OURS}
         return {**kept, "HF_HUB_OFFLINE": "1", **self.variables}
 
 

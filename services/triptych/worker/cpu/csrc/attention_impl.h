@@ -1,50 +1,21 @@
 // Attention over the paged cache, in place: nothing is gathered but one tile of keys and values at a time.
 #pragma once
 
+#include "cache_view.h"
 #include "gemm_impl.h"
 #include "kernels.h"
 #include "vec.h"
+#if defined(TRIPTYCH_BF16)
+#include "pairs_impl.h"
+#endif
 
 namespace triptych {
 namespace TRIPTYCH_ISA {
 
-// How far ahead blocks are fetched: hardware prefetchers stop at each 4 KiB page, and blocks lie anywhere.
-constexpr int kBlocksAhead = 2;
-
-// Rows of one KV head in one layer's keys or values.
-template <class T>
-struct CacheView {
-  const T* base;  // Block 0, token 0, this head.
-  size_t row;     // Elements from token to token.
-  const int32_t* table;
-
-  TRIPTYCH_INLINE CacheView make(const AttentionShape& s, const void* cache, int kv_head, const int32_t* table) {
-    const size_t head_dim = s.head_dim;
-    return {static_cast<const T*>(cache) + kv_head * head_dim, s.kv_heads * head_dim, table};
-  }
-  // The sixteen tokens of the block that holds `token`.
-  inline __attribute__((always_inline)) const T* block(int token) const {
-    return base + static_cast<size_t>(table[token / kBlockTokens]) * kBlockTokens * row;
-  }
-  // The block to fetch while that one is read: a later one, or the last of `context` tokens.
-  inline __attribute__((always_inline)) const T* ahead(int token, int context) const {
-    const int later = token + kBlocksAhead * kBlockTokens;
-    return block(later < context ? later : context - 1);
-  }
-};
-
-// Fetches one row into the level-2 cache.
-template <int V, class T>
-TRIPTYCH_INLINE void fetch_row(const T* row) {
-  constexpr int kLine = 64 / sizeof(T);
-#pragma GCC unroll 16
-  for (int i = 0; i < 16 * V; i += kLine) __builtin_prefetch(row + i, 0, 2);
-}
-
 // scores[h][token - first] = queries[h] . key, -inf after the last; whole blocks.
-template <class T, int V>
+template <int V, class T>
 static void score_part(const CacheView<T>& keys, const float* queries, int group, int first, int count, int context,
-                       float (*scores)[kMaxPartTokens]) {
+                       float (*scores)[kMaxPartTokens], Singles<V>) {
   constexpr int kHeadsAtOnce = 4;
   for (int h0 = 0; h0 < group; h0 += kHeadsAtOnce) {
     const int heads = group - h0 < kHeadsAtOnce ? group - h0 : kHeadsAtOnce;
@@ -70,22 +41,15 @@ static void score_part(const CacheView<T>& keys, const float* queries, int group
           sums[h][t] = a;
         }
       }
-      for (int h = 0; h < heads; ++h) {
-        F16 total = sum_each(sums[h]);
-        if (valid < kBlockTokens) {
-          const I16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-          total = lane < valid ? total : splat(-__builtin_inff());
-        }
-        store(scores[h0 + h] + done, total);
-      }
+      for (int h = 0; h < heads; ++h) store(scores[h0 + h] + done, masked(sum_each(sums[h]), valid));
     }
   }
 }
 
 // out[h] = sum of weights[h][token] * value, for G heads.
-template <class T, int V, int G>
+template <int V, int G, class T>
 static void weigh_part(const CacheView<T>& values, const float (*weights)[kMaxPartTokens], int first, int count,
-                       int context, bool fetches, float* out) {
+                       int context, bool fetches, float* out, Singles<V>) {
   F16 a[G][V];
 #pragma GCC unroll 16
   for (int h = 0; h < G; ++h)
@@ -116,6 +80,7 @@ static void decode_part_of(const AttentionShape& shape, const float* queries, co
                            float* partial) {
   const int32_t* table = range.table;
   const int first = range.first, count = range.count, context = range.context;
+  using Way = typename WayOf<T, V>::Way;
   const int head_dim = 16 * V, group = shape.heads / shape.kv_heads;
   float* extremes = partial + static_cast<size_t>(shape.heads) * head_dim;
   // As many heads together as accumulators fit into registers.
@@ -127,7 +92,7 @@ static void decode_part_of(const AttentionShape& shape, const float* queries, co
       const int heads = group - h0 < 8 ? group - h0 : 8;
       const size_t head = static_cast<size_t>(kv_head) * group + h0;
       alignas(64) float scores[8][kMaxPartTokens];
-      score_part<T, V>(keys, queries + head * head_dim, heads, first, count, context, scores);
+      score_part<V>(keys, queries + head * head_dim, heads, first, count, context, scores, Way{});
       for (int h = 0; h < heads; ++h) {
         if (range.bias)
           for (int t = 0; t < count; t += 16)
@@ -146,20 +111,20 @@ static void decode_part_of(const AttentionShape& shape, const float* queries, co
       float* out = partial + head * head_dim;
       int h = 0;
       for (; h + kGroup <= heads; h += kGroup)
-        weigh_part<T, V, kGroup>(values, scores + h, first, count, context, h == 0, out + h * head_dim);
+        weigh_part<V, kGroup>(values, scores + h, first, count, context, h == 0, out + h * head_dim, Way{});
       if constexpr (kGroup > 3)
         if (heads - h == 3) {
-          weigh_part<T, V, 3>(values, scores + h, first, count, context, h == 0, out + h * head_dim);
+          weigh_part<V, 3>(values, scores + h, first, count, context, h == 0, out + h * head_dim, Way{});
           h += 3;
         }
       if constexpr (kGroup > 2)
         if (heads - h == 2) {
-          weigh_part<T, V, 2>(values, scores + h, first, count, context, h == 0, out + h * head_dim);
+          weigh_part<V, 2>(values, scores + h, first, count, context, h == 0, out + h * head_dim, Way{});
           h += 2;
         }
       if constexpr (kGroup > 1)
         if (heads - h == 1)
-          weigh_part<T, V, 1>(values, scores + h, first, count, context, h == 0, out + h * head_dim);
+          weigh_part<V, 1>(values, scores + h, first, count, context, h == 0, out + h * head_dim, Way{});
     }
   }
 }

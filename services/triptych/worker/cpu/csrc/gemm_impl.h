@@ -26,8 +26,13 @@ struct Ahead {
   inline __attribute__((always_inline)) void fetch() {
     if (turn == 0) {
       turn = turns;
-      __builtin_prefetch(at);
-      __builtin_prefetch(at + step - 1);
+      if (turns == 1) {
+        __builtin_prefetch(at);
+        __builtin_prefetch(at + step - 1);
+      } else {  // A later panel, for which the level-1 cache has no room.
+        __builtin_prefetch(at, 0, 2);
+        __builtin_prefetch(at + step - 1, 0, 2);
+      }
     }
     --turn;
     at += step;

@@ -62,12 +62,16 @@ TRIPTYCH_INLINE F16 to_float(B16 x) { return __builtin_convertvector(__builtin_c
 
 TRIPTYCH_INLINE F16 widen(H16 bf16) { return (F16)(to_u32(bf16) << 16); }
 
-// Rounds to the nearest bfloat16, ties to even; a NaN stays one.
+// Rounds to the nearest bfloat16, ties to even; a NaN stays one. The processor's own takes what is below 2^-126 for zero.
+#if defined(__AVX512BF16__) && !defined(TRIPTYCH_EMULATE)
+TRIPTYCH_INLINE H16 narrow(F16 x) { return (H16)_mm512_cvtneps_pbh((__m512)x); }
+#else
 TRIPTYCH_INLINE H16 narrow(F16 x) {
   const U16 bits = (U16)x;
   const U16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   return to_u16((x == x) ? rounded : (U16{} + 0x7fc0));
 }
+#endif
 
 TRIPTYCH_INLINE F16 load16(const float* from) { return load<F16>(from); }
 TRIPTYCH_INLINE F16 load16(const Bf16* from) { return widen(load<H16>(from)); }
