@@ -39,7 +39,7 @@ def peers(
         list[str] | None,
         typer.Option(
             help="decode-1, prefill-1024, streams-16, text-bursts; for models that see image-1, images-8, image-again, "
-            "mixed-light, mixed; may be repeated (default: all that fit the model)"
+            "mixed-light, mixed, mixed-heavy; may be repeated (default: all that fit the model)"
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="rounds, each beginning with another engine")] = 3,
