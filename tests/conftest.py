@@ -1,7 +1,10 @@
 """Real services: one `triptych up` for all tests that do not hurt it, whichever folder they are in."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +21,23 @@ def _logging_as_it_was() -> Iterator[None]:
     yield
     root.setLevel(level)
     root.handlers[:] = handlers
+
+
+@pytest.fixture
+def regions(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
+    """Returns a function that names the shared memory which this process has made since and which is still there.
+
+    /dev/shm itself shows what tests beside this one make, too.
+    """
+    made: set[str] = set()
+    make = SharedMemory.__init__
+
+    def note(region: SharedMemory, *arguments: Any, **named: Any) -> None:
+        make(region, *arguments, **named)
+        made.add(region.name)
+
+    monkeypatch.setattr(SharedMemory, "__init__", note)
+    return lambda: {name for name in made if Path("/dev/shm", name).exists()}
 
 
 @pytest.fixture(scope="session")

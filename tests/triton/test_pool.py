@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -42,15 +42,10 @@ def servers(settings_of_two: list[TritonSettings]) -> Iterator[list[TritonServer
             server.stop()
 
 
-def regions() -> set[str]:
-    return {entry.name for entry in Path("/dev/shm").glob("psm_*")}
-
-
 @pytest.fixture
 async def encoder(
-    settings_of_two: list[TritonSettings], servers: list[TritonServer]
+    settings_of_two: list[TritonSettings], servers: list[TritonServer], regions: Callable[[], set[str]]
 ) -> AsyncIterator[ScheduledEncoder]:
-    before = regions()
     endpoints = [
         TritonEncoder(f"127.0.0.1:{settings.grpc_port}", "vision", metrics_address=f"127.0.0.1:{settings.metrics_port}")
         for settings in settings_of_two
@@ -61,7 +56,7 @@ async def encoder(
     yield encoder
     encoder.check_integrity()
     await encoder.close()
-    assert not regions() - before
+    assert not regions()
 
 
 def picture(number: int) -> Pixels:
@@ -79,7 +74,7 @@ def batches(encoder: ScheduledEncoder, settings: TritonSettings) -> float:
 
 
 async def test_both_are_used_and_shared_memory_gives_the_same_features_as_bytes(
-    encoder: ScheduledEncoder, settings_of_two: list[TritonSettings]
+    encoder: ScheduledEncoder, settings_of_two: list[TritonSettings], regions: Callable[[], set[str]]
 ) -> None:
     before = regions()
     shared = await encode_all(encoder, 60)
@@ -95,7 +90,10 @@ async def test_both_are_used_and_shared_memory_gives_the_same_features_as_bytes(
 
 
 async def test_a_triton_that_cannot_open_shared_memory_gets_bytes(
-    encoder: ScheduledEncoder, settings_of_two: list[TritonSettings], monkeypatch: pytest.MonkeyPatch
+    encoder: ScheduledEncoder,
+    settings_of_two: list[TritonSettings],
+    monkeypatch: pytest.MonkeyPatch,
+    regions: Callable[[], set[str]],
 ) -> None:
     endpoint = TritonEncoder(f"127.0.0.1:{settings_of_two[0].grpc_port}", "vision")
     assert await endpoint.refresh(5.0)
