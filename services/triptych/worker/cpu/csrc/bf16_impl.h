@@ -25,14 +25,25 @@ TRIPTYCH_INLINE F16 add_products(F16 sum, U16 a, U16 b) {
 #endif
 }
 
-template <int R>
-static void tile(const Bf16* x, size_t ldx, const Bf16* w, int k, float* c, size_t ldc, bool add, Ahead ahead) {
+// Weights of two inputs for all 32 outputs, in pairs.
+TRIPTYCH_INLINE void load_pairs(const Bf16* w, U16& w0, U16& w1) {
+  w0 = load<U16>(w);
+  w1 = load<U16>(w + kPanel);
+}
+TRIPTYCH_INLINE void load_pairs(const int8_t* w, U16& w0, U16& w1) {
+  w0 = to_pairs(w, w + kPanel);
+  w1 = to_pairs(w + 16, w + kPanel + 16);
+}
+
+template <int R, class W>
+static void tile(const Bf16* x, size_t ldx, const W* w, int k, float* c, size_t ldc, bool add, Ahead ahead) {
   F16 a[R][2];
   begin(a, c, ldc, add);
   const auto rows = Rows<Bf16>::make(x, ldx);
   for (int i = 0; i < k; i += 2, w += 2 * kPanel) {
     ahead.fetch();
-    const U16 w0 = load<U16>(w), w1 = load<U16>(w + kPanel);
+    U16 w0, w1;
+    load_pairs(w, w0, w1);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       uint32_t pair;
@@ -128,6 +139,15 @@ static void multiply_amx(const Product& product, int first, int rows, const std:
       amx_tile<1>(x, product.ldx, w, k, c, kPanel, false, last ? ahead : nullptr);
     finish<Bf16>(product, first + done, height, panel, c);
   }
+}
+
+// int8 comes here as it is for few rows only.
+static void multiply_amx(const Product& product, int first, int rows, const std::byte* packed, int panel,
+                         const int8_t* w) {
+  multiply_panel<Bf16>(product, first, rows, packed, panel, w);
+}
+static void sum_amx(const Product& product, int rows, const std::byte* packed, const int8_t* w, float* sums) {
+  sum_panel<Bf16>(product, rows, packed, w, sums);
 }
 
 // As sum_panel; sums are [32, 32].

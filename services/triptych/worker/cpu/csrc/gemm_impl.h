@@ -145,12 +145,14 @@ static void multiply_rows(int rows, const X* x, size_t ldx, const W* w, int k, f
   for (int i = 0; i < k * kPanel; i += 16) store(to + i, to_float(load<B16>(w + i)));
 }
 // An int8 is exact in bfloat16, so the lower half of its float is zero.
+TRIPTYCH_INLINE U16 to_pairs(const int8_t* even, const int8_t* odd) {
+  return (U16)to_float(load<B16>(even)) >> 16 | (U16)to_float(load<B16>(odd));
+}
 [[maybe_unused]] static void unpack(const int8_t* w, int k, Bf16* to) {
-  for (int i = 0; i < k; i += 2)
-    for (int n = 0; n < kPanel; n += 16) {
-      const U16 even = (U16)to_float(load<B16>(w + i * kPanel + n)), odd = (U16)to_float(load<B16>(w + (i + 1) * kPanel + n));
-      store(to + i * kPanel + 2 * n, even >> 16 | odd);
-    }
+  for (int i = 0; i < k; i += 2, w += 2 * kPanel, to += 2 * kPanel) {
+    store(to, to_pairs(w, w + kPanel));
+    store(to + kPanel, to_pairs(w + 16, w + kPanel + 16));
+  }
 }
 
 // Finishes rows [first, first + rows) of a panel whose sums are in c [rows, 32].

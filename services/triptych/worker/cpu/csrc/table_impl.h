@@ -23,15 +23,23 @@ constexpr int kStep = kTileRows;
 #if defined(TRIPTYCH_BF16)
 using Activation = Bf16;
 
-// Calls run(packed, w) with a panel as it is kept, and as bfloat16.
+// Most rows for which an int8 panel is unpacked as it is multiplied, and not first.
+#if defined(TRIPTYCH_AMX)
+constexpr int kDirectRows = kVectorRows;
+#else
+constexpr int kDirectRows = kTileRows;
+#endif
+
+// Calls run(packed, w) with a panel as it is kept, and as it is best multiplied by so many rows.
 template <class Run>
-static void with_panel(const Product& product, int, int panel, void* scratch, const Run& run) {
+static void with_panel(const Product& product, int rows, int panel, void* scratch, const Run& run) {
   const Panels& weights = *product.weights;
   const std::byte* packed = weights.panel(panel);
   if (weights.format != WeightFormat::kInt8) return run(packed, reinterpret_cast<const Bf16*>(packed));
-  auto* wide = static_cast<Bf16*>(scratch);
-  unpack(reinterpret_cast<const int8_t*>(packed), weights.padded_inputs, wide);
-  run(packed, static_cast<const Bf16*>(wide));
+  const auto* w = reinterpret_cast<const int8_t*>(packed);
+  if (rows <= kDirectRows) return run(packed, w);
+  unpack(w, weights.padded_inputs, static_cast<Bf16*>(scratch));
+  run(packed, static_cast<const Bf16*>(scratch));
 }
 
 static size_t multiply_scratch(int padded_inputs) { return sizeof(Bf16) * kPanel * padded_inputs; }
