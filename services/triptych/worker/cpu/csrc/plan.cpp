@@ -40,7 +40,7 @@ bool Decoder::accepts(const StepInput& input) const {
   if (input.positions)
     for (int row = 0; row < input.tokens; ++row)
       if (input.positions[row] < 0 || input.positions[row] >= shape_.positions) return false;
-  return tokens == input.tokens && tokens > 0;
+  return tokens == input.tokens && tokens > 0 && tokens <= Pool::kMostItems;
 }
 
 bool Decoder::accepts(const Segment& segment, const StepInput& input) const {

@@ -50,6 +50,9 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
+  // Most items of a phase.
+  static constexpr long kMostItems = (1 << 20) - 1;
+
   int threads() const { return threads_; }
 
   // Begins job(team) on every thread; the caller is none of them. One job and one caller at a time.
@@ -68,7 +71,6 @@ class Pool {
   // their 44 bits last for years.
   static constexpr int kCountBits = 20;
   static constexpr uint64_t kCountMask = (uint64_t{1} << kCountBits) - 1;
-  static constexpr long kMostItems = kCountMask;
 
   // What a thread has in hand: a phase's item, and whether somebody has claimed its result. A phase's upper bits are
   // cut off; only equality counts.
