@@ -4,6 +4,7 @@
 #include "cache_view.h"
 #include "gemm_impl.h"
 #include "kernels.h"
+#include "singles_impl.h"
 #include "vec.h"
 #if defined(TRIPTYCH_BF16)
 #include "pairs_impl.h"
@@ -13,12 +14,13 @@ namespace triptych {
 namespace TRIPTYCH_ISA {
 
 // scores[h][token - first] = queries[h] . key, -inf after the last; whole blocks.
-template <int V, class T>
+template <class T, int V>
 static void score_part(const CacheView<T>& keys, const float* queries, int group, int first, int count, int context,
-                       float (*scores)[kMaxPartTokens], Singles<V>) {
+                       float (*scores)[kMaxPartTokens]) {
   constexpr int kHeadsAtOnce = 4;
   for (int h0 = 0; h0 < group; h0 += kHeadsAtOnce) {
     const int heads = group - h0 < kHeadsAtOnce ? group - h0 : kHeadsAtOnce;
+    const Queries<T, V, kHeadsAtOnce> some(queries + h0 * 16 * V, heads);
     for (int done = 0; done < count; done += kBlockTokens) {
       F16 sums[kHeadsAtOnce][kBlockTokens];
       const T* block = keys.block(first + done);
@@ -30,49 +32,11 @@ static void score_part(const CacheView<T>& keys, const float* queries, int group
           continue;
         }
         if (h0 == 0) fetch_row<V>(ahead + t * keys.row);
-        F16 key[V];
-#pragma GCC unroll 16
-        for (int i = 0; i < V; ++i) key[i] = load16(block + t * keys.row + 16 * i);
-        for (int h = 0; h < heads; ++h) {
-          const float* query = queries + (h0 + h) * 16 * V;
-          F16 a = load<F16>(query) * key[0];
-#pragma GCC unroll 16
-          for (int i = 1; i < V; ++i) a += load<F16>(query + 16 * i) * key[i];
-          sums[h][t] = a;
-        }
+        some.times(block + t * keys.row, heads, [&](int h, F16 products) { sums[h][t] = products; });
       }
       for (int h = 0; h < heads; ++h) store(scores[h0 + h] + done, masked(sum_each(sums[h]), valid));
     }
   }
-}
-
-// out[h] = sum of weights[h][token] * value, for G heads.
-template <int V, int G, class T>
-static void weigh_part(const CacheView<T>& values, const float (*weights)[kMaxPartTokens], int first, int count,
-                       int context, bool fetches, float* out, Singles<V>) {
-  F16 a[G][V];
-#pragma GCC unroll 16
-  for (int h = 0; h < G; ++h)
-#pragma GCC unroll 16
-    for (int i = 0; i < V; ++i) a[h][i] = F16{};
-  for (int done = 0; done < count; done += kBlockTokens) {
-    const T* row = values.block(first + done);
-    const T* ahead = values.ahead(first + done, context);
-    const int valid = count - done < kBlockTokens ? count - done : kBlockTokens;
-    for (int t = 0; t < valid; ++t, row += values.row, ahead += values.row) {
-      if (fetches) fetch_row<V>(ahead);
-#pragma GCC unroll 16
-      for (int i = 0; i < V; ++i) {
-        const F16 value = load16(row + 16 * i);
-#pragma GCC unroll 16
-        for (int h = 0; h < G; ++h) a[h][i] += splat(weights[h][done + t]) * value;
-      }
-    }
-  }
-#pragma GCC unroll 16
-  for (int h = 0; h < G; ++h)
-#pragma GCC unroll 16
-    for (int i = 0; i < V; ++i) store(out + (h * V + i) * 16, a[h][i]);
 }
 
 template <class T, int V>
@@ -80,7 +44,6 @@ static void decode_part_of(const AttentionShape& shape, const float* queries, co
                            float* partial) {
   const int32_t* table = range.table;
   const int first = range.first, count = range.count, context = range.context;
-  using Way = typename WayOf<T, V>::Way;
   const int head_dim = 16 * V, group = shape.heads / shape.kv_heads;
   float* extremes = partial + static_cast<size_t>(shape.heads) * head_dim;
   // As many heads together as accumulators fit into registers.
@@ -92,7 +55,7 @@ static void decode_part_of(const AttentionShape& shape, const float* queries, co
       const int heads = group - h0 < 8 ? group - h0 : 8;
       const size_t head = static_cast<size_t>(kv_head) * group + h0;
       alignas(64) float scores[8][kMaxPartTokens];
-      score_part<V>(keys, queries + head * head_dim, heads, first, count, context, scores, Way{});
+      score_part<T, V>(keys, queries + head * head_dim, heads, first, count, context, scores);
       for (int h = 0; h < heads; ++h) {
         if (range.bias)
           for (int t = 0; t < count; t += 16)
@@ -111,20 +74,20 @@ static void decode_part_of(const AttentionShape& shape, const float* queries, co
       float* out = partial + head * head_dim;
       int h = 0;
       for (; h + kGroup <= heads; h += kGroup)
-        weigh_part<V, kGroup>(values, scores + h, first, count, context, h == 0, out + h * head_dim, Way{});
+        Weigher<T, V, kGroup>::run(values, scores + h, first, count, context, h == 0, out + h * head_dim);
       if constexpr (kGroup > 3)
         if (heads - h == 3) {
-          weigh_part<V, 3>(values, scores + h, first, count, context, h == 0, out + h * head_dim, Way{});
+          Weigher<T, V, 3>::run(values, scores + h, first, count, context, h == 0, out + h * head_dim);
           h += 3;
         }
       if constexpr (kGroup > 2)
         if (heads - h == 2) {
-          weigh_part<V, 2>(values, scores + h, first, count, context, h == 0, out + h * head_dim, Way{});
+          Weigher<T, V, 2>::run(values, scores + h, first, count, context, h == 0, out + h * head_dim);
           h += 2;
         }
       if constexpr (kGroup > 1)
         if (heads - h == 1)
-          weigh_part<V, 1>(values, scores + h, first, count, context, h == 0, out + h * head_dim, Way{});
+          Weigher<T, V, 1>::run(values, scores + h, first, count, context, h == 0, out + h * head_dim);
     }
   }
 }

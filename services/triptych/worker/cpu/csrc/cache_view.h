@@ -47,22 +47,5 @@ TRIPTYCH_INLINE F16 masked(F16 scores, int valid) {
   return lane < valid ? scores : splat(-__builtin_inff());
 }
 
-// How a part of V vectors a head is computed: element by element, or by pairs of bfloat16.
-template <int V>
-struct Singles {};
-template <int V>
-struct Pairs {};
-template <class T, int V>
-struct WayOf {
-  using Way = Singles<V>;
-};
-#if defined(TRIPTYCH_BF16)
-template <int V>
-  requires(V % 2 == 0)
-struct WayOf<Bf16, V> {
-  using Way = Pairs<V>;
-};
-#endif
-
 }  // namespace TRIPTYCH_ISA
 }  // namespace triptych

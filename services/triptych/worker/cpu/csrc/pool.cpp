@@ -8,7 +8,6 @@ namespace {
 
 // Waits until `value` is no longer `old`. Whoever changes it wakes it if `sleepers` is not zero.
 void wait_for_change(std::atomic<unsigned>& value, unsigned old, std::atomic<int>& sleepers) {
-  constexpr int kSpins = 2000;
   for (int spin = 0; spin < kSpins; ++spin) {
     if (value.load(std::memory_order_acquire) != old) return;
     relax();

@@ -117,10 +117,12 @@ inline void relax() {
 #endif
 }
 
+// Pauses before a waiting thread sleeps. One takes 10 to 50 ns: this is 20 to 100 us.
+constexpr int kSpins = 2000;
+
 template <class Help>
 void Pool::await(uint64_t phase, const Help& help) {
-  // A pause takes 10 to 50 ns: help is tried after 5 to 25 us, sleep after 20 to 100.
-  constexpr int kSpins = 2000, kPatience = 500;
+  constexpr int kPatience = 500;  // Help is tried after 5 to 25 us.
   for (int spin = 0; spin < kSpins; ++spin) {
     if (is_over(phase)) return;
     if (spin >= kPatience && spin % 16 == 0 && help()) spin = kPatience;
@@ -131,14 +133,7 @@ void Pool::await(uint64_t phase, const Help& help) {
 
 template <class Work>
 void Team::for_each(long items, const Work& work) {
-  if (items <= 0) return;
-  const uint64_t phase = ++phase_;
-  for (int step = 0; step < pool_.threads_ && !pool_.is_over(phase); ++step)
-    for (long item; pool_.take(phase, (index_ + step) % pool_.threads_, items, item);) {
-      work(item);
-      pool_.count_done(phase, items);
-    }
-  pool_.await(phase, [] { return false; });
+  for_each(items, [](long) {}, work);
 }
 
 template <class Compute, class Keep>

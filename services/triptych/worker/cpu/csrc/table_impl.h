@@ -20,60 +20,43 @@ constexpr int kStep = 32;
 constexpr int kStep = kTileRows;
 #endif
 
-#if defined(TRIPTYCH_BF16)
-using Activation = Bf16;
-
-// Most rows for which an int8 panel is unpacked as it is multiplied, and not first.
+// Most rows for which an int8 panel is unpacked as it is multiplied, in every tile, and not first.
 #if defined(TRIPTYCH_AMX)
+using Activation = Bf16;
 constexpr int kDirectRows = kVectorRows;
-#else
+#elif defined(TRIPTYCH_BF16)
+using Activation = Bf16;
 constexpr int kDirectRows = kTileRows;
-#endif
-
-// Calls run(packed, w) with a panel as it is kept, and as it is best multiplied by so many rows.
-template <class Run>
-static void with_panel(const Product& product, int rows, int panel, void* scratch, const Run& run) {
-  const Panels& weights = *product.weights;
-  const std::byte* packed = weights.panel(panel);
-  if (weights.format != WeightFormat::kInt8) return run(packed, reinterpret_cast<const Bf16*>(packed));
-  const auto* w = reinterpret_cast<const int8_t*>(packed);
-  if (rows <= kDirectRows) return run(packed, w);
-  unpack(w, weights.padded_inputs, static_cast<Bf16*>(scratch));
-  run(packed, static_cast<const Bf16*>(scratch));
-}
-
-static size_t multiply_scratch(int padded_inputs) { return sizeof(Bf16) * kPanel * padded_inputs; }
-
 #else
 using Activation = float;
+constexpr int kDirectRows = 2 * kTileRows;
 
 static void enter() {}
 static void leave() {}
+#endif
 
-// From this many tiles of rows on, an int8 panel is unpacked once. Unpacking bfloat16 is cheap enough to do in each
-// tile: writing and reading an unpacked panel costs more.
-constexpr int kUnpackTiles = 3;
+static size_t multiply_scratch(int padded_inputs) { return sizeof(Activation) * kPanel * padded_inputs; }
 
-// Calls run(packed, w) with a panel as it is kept, and as it is best multiplied by so many rows.
+// Calls run(packed, w) with a panel as it is kept, and as it is best multiplied by so many rows. Unpacking bfloat16 is
+// cheap enough to do in each tile: writing and reading an unpacked panel costs more.
 template <class Run>
 static void with_panel(const Product& product, int rows, int panel, void* scratch, const Run& run) {
   const std::byte* packed = product.weights->panel(panel);
   switch (product.weights->format) {
-    case WeightFormat::kF32:
-      return run(packed, reinterpret_cast<const float*>(packed));
+    case WeightFormat::kF32:  // Only where activations are floats, too.
+      if constexpr (sizeof(Activation) == sizeof(float)) run(packed, reinterpret_cast<const float*>(packed));
+      return;
     case WeightFormat::kBf16:
       return run(packed, reinterpret_cast<const Bf16*>(packed));
     case WeightFormat::kInt8: {
       const auto* w = reinterpret_cast<const int8_t*>(packed);
-      if (rows <= (kUnpackTiles - 1) * kTileRows) return run(packed, w);
-      unpack(w, product.weights->padded_inputs, static_cast<float*>(scratch));
-      return run(packed, static_cast<const float*>(scratch));
+      if (rows <= kDirectRows) return run(packed, w);
+      auto* unpacked = static_cast<Activation*>(scratch);
+      unpack(w, product.weights->padded_inputs, unpacked);
+      return run(packed, static_cast<const Activation*>(unpacked));
     }
   }
 }
-
-static size_t multiply_scratch(int padded_inputs) { return sizeof(float) * kPanel * padded_inputs; }
-#endif
 
 static void multiply(const Product& product, int first, int rows, int panel, void* scratch) {
   with_panel(product, rows, panel, scratch, [&](const std::byte* packed, const auto* w) {

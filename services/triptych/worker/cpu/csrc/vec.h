@@ -62,7 +62,8 @@ TRIPTYCH_INLINE F16 to_float(B16 x) { return __builtin_convertvector(__builtin_c
 
 TRIPTYCH_INLINE F16 widen(H16 bf16) { return (F16)(to_u32(bf16) << 16); }
 
-// Rounds to the nearest bfloat16, ties to even; a NaN stays one. The processor's own takes what is below 2^-126 for zero.
+// Rounds to the nearest bfloat16, ties to even; a NaN stays one. The processor's own takes what is below 2^-126 for
+// zero.
 #if defined(__AVX512BF16__) && !defined(TRIPTYCH_EMULATE)
 TRIPTYCH_INLINE H16 narrow(F16 x) { return (H16)_mm512_cvtneps_pbh((__m512)x); }
 #else
